@@ -1,0 +1,200 @@
+"""The five steps as functions of a run: the command line, the scripts and the demo all call these."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from qat_lora import adapters, models
+from qat_lora.cli.progress import BarHook, bar
+from qat_lora.config import CacheRun, EvalRun, ExportRun, QatRun, RecoveryRun
+from qat_lora.data import read_texts, tokenize_blocks
+from qat_lora.errors import ConfigError, ModelError, OutputError
+from qat_lora.evaluate import Fidelity, Windows, measure, size_of, strided_windows, whole_windows, write_fidelity
+from qat_lora.export import ADAPTER_FOLDER, export_adapter, export_dequantized, export_merged, verify_export
+from qat_lora.files import check_writable
+from qat_lora.kd import CacheManifest, CacheWriter, Head, build_cache
+from qat_lora.runtime import Runtime, runtime_for
+from qat_lora.train.checkpoint import load_checkpoint
+from qat_lora.train.run import Launch, RunResult, run_qat, run_recovery
+from qat_lora.train.student import load_student
+
+
+def cache(run: CacheRun) -> CacheManifest:
+    """Build the KD cache of a text, or go on with one that was interrupted."""
+    runtime = runtime_for(run.place)
+    check_writable(run.output)
+    loaded = models.load(run.teacher)
+    models.check_context(loaded.model, run.seq_len)
+    models.check_head(loaded.model)
+    identity = loaded.identity
+    blocks = tokenize_blocks(
+        read_texts(run.data),
+        loaded.tokenizer,
+        run.seq_len,
+        max_rows=run.max_rows or None,
+        vocab_size=identity.vocab_size,
+    )
+    manifest = CacheManifest(
+        teacher=identity.name,
+        teacher_digest=identity.weights,
+        tokenizer_digest=identity.tokenizer,
+        vocab_size=identity.vocab_size,
+        seq_len=run.seq_len,
+        top_k=run.top_k,
+        rows=len(blocks.input_ids_RT),
+        source=run.data,
+        source_digest=blocks.digest(),
+        temperatures=run.temperatures,
+        logprob_dtype=run.logprob_dtype,
+        rows_per_shard=run.rows_per_shard,
+    )
+    writer = CacheWriter(run.output, manifest)
+    model = runtime.place(loaded.model)
+
+    def hidden(ids_BT: Tensor) -> Tensor:
+        with runtime.autocast():
+            return models.trunk_hidden(model, ids_BT)
+
+    with bar("cache", total=manifest.rows, unit_per_second="tokens/s", units_each=run.seq_len) as update:
+        return build_cache(
+            hidden,
+            Head(*models.head_parts(model, runtime.precision.compute)),
+            blocks,
+            writer,
+            batch_size=run.build_batch_size,
+            device=runtime.device,
+            progress=lambda done, total: update(done),
+        )
+
+
+def qat(run: QatRun, *, launch: Launch = "new") -> RunResult:
+    """Train the quantised student."""
+    with bar("qat", total=run.loop.max_steps, unit_per_second="steps/s") as update:
+        return run_qat(run, runtime_for(run.place), launch=launch, hooks=[BarHook(update)])
+
+
+def recover(run: RecoveryRun, *, launch: Launch = "new") -> RunResult:
+    """Train recovery adapters on the frozen student."""
+    with bar("recover", total=run.loop.max_steps, unit_per_second="steps/s") as update:
+        return run_recovery(run, runtime_for(run.place), launch=launch, hooks=[BarHook(update)])
+
+
+def evaluate(run: EvalRun) -> Fidelity:
+    """Measure one model, student or export against its teacher, and write fidelity.json."""
+    runtime = runtime_for(run.place)
+    check_writable(run.output.parent)
+    loaded, student = _evaluated(run)
+    teacher = _teacher(run, loaded)
+    row = evaluate_model(run, runtime, student, teacher, loaded)
+    write_fidelity(run.output, [row])
+    return row
+
+
+def evaluate_model(
+    run: EvalRun, runtime: Runtime, student: nn.Module, teacher: nn.Module, loaded: models.Loaded
+) -> Fidelity:
+    """Measure a model in memory on the run's text."""
+    windows = eval_windows(run, loaded)
+    runtime.place(student)
+    runtime.place(teacher)
+    done = 0
+    with bar(f"eval {run.stage}", total=windows.input_ids_RT.shape[0]) as update:
+
+        def on_batch(rows: int) -> None:
+            nonlocal done
+            done += rows
+            update(done)
+
+        scores = measure(
+            student, teacher, windows, batch_size=run.eval_batch_size, runtime=runtime, on_batch=on_batch
+        )
+    size = size_of(student, stored_bits=loaded.stored_bits)
+    return Fidelity(
+        run.stage, size.bits_per_weight, scores.perplexity, scores.kl, scores.top1, size.size_bytes, scores.tokens
+    )
+
+
+def eval_windows(run: EvalRun, loaded: models.Loaded) -> Windows:
+    """The run's text as windows of its length and stride, in the model's tokens."""
+    models.check_context(loaded.model, run.seq_len)
+    blocks = tokenize_blocks(
+        read_texts(run.data),
+        loaded.tokenizer,
+        run.seq_len,
+        max_rows=run.max_rows or None,
+        vocab_size=loaded.identity.vocab_size,
+    )
+    if not run.stride:
+        return whole_windows(blocks.input_ids_RT, blocks.lengths_R)
+    stream = blocks.input_ids_RT.flatten()[: int(blocks.lengths_R.sum())]
+    return strided_windows(stream, run.seq_len, run.stride)
+
+
+def export(run: ExportRun) -> Path:
+    """Write a student in the asked-for format; what is there in the end has been reloaded and compared."""
+    if not run.checkpoint:
+        raise ConfigError("export needs a student, but checkpoint is empty; give --checkpoint runs/recovery/best.pt.")
+    if run.output.exists() and any(run.output.iterdir() if run.output.is_dir() else [run.output]):
+        raise OutputError(f"{run.output} exists and is not empty; give a new --output.")
+    check_writable(run.output.parent)
+    content = load_checkpoint(Path(run.checkpoint))
+    loaded = models.load(run.model or content["identity"]["name"])
+    student, _ = load_student(loaded, Path(run.checkpoint))
+    partial = run.output.with_name(f".{run.output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        verified = _write_export(run, student, loaded, partial)
+        if run.output.exists():
+            run.output.rmdir()
+        os.replace(verified, run.output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return run.output
+
+
+def _write_export(run: ExportRun, student: nn.Module, loaded: models.Loaded, folder: Path) -> Path:
+    """Write and verify in a scratch folder; return what of it is the export."""
+    if run.format == "merged":
+        if not adapters.has_adapters(student):
+            raise ConfigError(f"{run.checkpoint} holds no adapters to merge; use --format dequantized.")
+        export_merged(student, loaded.tokenizer, folder)
+        verify_export(student, folder, exact=False)
+        return folder
+    adapter = folder / ADAPTER_FOLDER if run.format == "adapter" or adapters.has_adapters(student) else None
+    if adapter is not None:
+        export_adapter(student, adapter, base_name=str(run.output))
+    export_dequantized(student, loaded.tokenizer, folder)
+    verify_export(student, folder, adapter=adapter, exact=True)
+    return folder / ADAPTER_FOLDER if run.format == "adapter" else folder
+
+
+def _evaluated(run: EvalRun) -> tuple[models.Loaded, nn.Module]:
+    """The model that is evaluated, and what it was loaded from."""
+    if run.checkpoint:
+        path = Path(run.checkpoint)
+        loaded = models.load(run.model or load_checkpoint(path)["identity"]["name"])
+        return loaded, load_student(loaded, path)[0]
+    if not run.model:
+        raise ConfigError("nothing to evaluate; give --model, or --checkpoint of a run.")
+    loaded = models.load(run.model)
+    student: nn.Module = loaded.model
+    return loaded, adapters.load(student, Path(run.adapter_dir)) if run.adapter_dir else student
+
+
+def _teacher(run: EvalRun, loaded: models.Loaded) -> nn.Module:
+    """The teacher, by default the model as it was before it was quantised."""
+    name = run.teacher or (loaded.identity.name if run.checkpoint or run.adapter_dir else "")
+    if not name:
+        return loaded.model
+    teacher = models.load(name)
+    if teacher.identity.vocab_size != loaded.identity.vocab_size:
+        raise ModelError(
+            f"teacher {name!r} has a vocabulary of {teacher.identity.vocab_size}, the model one of "
+            f"{loaded.identity.vocab_size}; give the teacher that the model comes from."
+        )
+    return teacher.model
+

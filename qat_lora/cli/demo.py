@@ -1,0 +1,112 @@
+"""The demo: all five steps on the embedded teacher, one table and one picture at the end.
+
+The numbers of steps are chosen so that the whole takes less than five minutes on two cores. Everything it does is what the commands
+do; the one thing of its own is the report.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from rich import print as rich_print
+from torch import nn
+
+from qat_lora import adapters, models, presets
+from qat_lora.cli import commands
+from qat_lora.cli.report import write_report
+from qat_lora.config import CacheRun, EvalRun, ExportRun, LoopConfig, PlaceConfig, QatRun, RecoveryRun
+from qat_lora.errors import ConfigError, OutputError
+from qat_lora.evaluate import Fidelity, fidelity_table, write_fidelity
+from qat_lora.export import ADAPTER_FOLDER
+from qat_lora.runtime import Runtime, runtime_for
+from qat_lora.settings import override
+from qat_lora.train.run import RunResult
+from qat_lora.train.student import load_student, round_to_nearest
+
+SEQ_LEN = 128
+CACHE_ROWS = 2048
+EVAL_ROWS = 128
+QAT_STEPS = 300
+RECOVERY_STEPS = 150
+
+
+def demo(output: Path, *, preset: str, device: str, steps_factor: float) -> list[Fidelity]:
+    """Run the demo into a folder of its own, which is made anew, and return the rows of its table."""
+    started = time.perf_counter()
+    if not steps_factor > 0:
+        raise ConfigError(f"steps_factor must be positive, but --steps-factor={steps_factor}; use 1.")
+    place = override(PlaceConfig(), "device", device)
+    qat_run = _qat_run(output, preset, place, steps_factor)
+    runtime = runtime_for(place)
+    _clear(output)
+    commands.cache(_cache_run(output, place))
+    qat = commands.qat(qat_run)
+    recovery = commands.recover(_recovery_run(output, qat, place, steps_factor))
+    exported = commands.export(
+        ExportRun(checkpoint=str(recovery.best), format="dequantized", output=output / "export", place=place)
+    )
+    rows = _fidelity(qat_run, qat, recovery, exported, runtime)
+    write_fidelity(output / "fidelity.json", rows)
+    write_report(output / "report.png", rows, {"qat": qat.losses.rows, "recovery": recovery.losses.rows})
+    rich_print(fidelity_table(rows, title=f"embedded teacher, {preset}, held-out text"))
+    minutes = (time.perf_counter() - started) / 60
+    rich_print(f"{output}/fidelity.json, {output}/report.png, {exported}  ({minutes:.1f} min)")
+    return rows
+
+
+def _clear(output: Path) -> None:
+    """Remove an earlier demo, and nothing else."""
+    if output.exists():
+        if any(output.iterdir()) and not (output / "cache").exists():
+            raise OutputError(f"{output} holds something that is no demo; give another --output.")
+        shutil.rmtree(output)
+
+
+def _cache_run(output: Path, place: PlaceConfig) -> CacheRun:
+    return CacheRun(
+        data="embedded:train", output=output / "cache", seq_len=SEQ_LEN, max_rows=CACHE_ROWS, top_k=64, place=place
+    )
+
+
+def _qat_run(output: Path, preset: str, place: PlaceConfig, steps_factor: float) -> QatRun:
+    loop = LoopConfig(max_steps=max(1, round(QAT_STEPS * steps_factor)), save_every=0)
+    return presets.qat_run(preset, cache_dir=output / "cache", output=output / "qat", loop=loop, place=place)
+
+
+def _recovery_run(output: Path, qat: RunResult, place: PlaceConfig, steps_factor: float) -> RecoveryRun:
+    return RecoveryRun(
+        checkpoint=str(qat.best),
+        cache_dir=output / "cache",
+        output=output / "recovery",
+        loop=LoopConfig(max_steps=max(1, round(RECOVERY_STEPS * steps_factor)), save_every=0),
+        place=place,
+    )
+
+
+def _fidelity(
+    qat_run: QatRun, qat: RunResult, recovery: RunResult, exported: Path, runtime: Runtime
+) -> list[Fidelity]:
+    """Every stage on the same held-out text against the same teacher; students are read back from their files."""
+    run = EvalRun(model=models.EMBEDDED, data="embedded:eval", seq_len=SEQ_LEN, max_rows=EVAL_ROWS)
+    teacher = models.load(models.EMBEDDED)
+
+    def measured(stage: str, student: nn.Module, loaded: models.Loaded) -> Fidelity:
+        return commands.evaluate_model(replace(run, stage=stage), runtime, student, teacher.model, loaded)
+
+    def checkpoint(stage: str, path: Path) -> Fidelity:
+        fresh = models.load(models.EMBEDDED)
+        return measured(stage, load_student(fresh, path)[0], fresh)
+
+    rounded = models.load(models.EMBEDDED)
+    round_to_nearest(rounded.model, qat_run.scheme)
+    reloaded = models.load(str(exported))
+    return [
+        measured("teacher", teacher.model, teacher),
+        measured("rtn", rounded.model, rounded),
+        checkpoint("qat", qat.best),
+        checkpoint("qat+lora", recovery.best),
+        measured("exported (reloaded)", adapters.load(reloaded.model, exported / ADAPTER_FOLDER), reloaded),
+    ]

@@ -1,0 +1,129 @@
+"""Command-line flags, made from the config dataclasses, so that no script can disagree with another.
+
+Every leaf field of a run becomes ``--its-name``, with the spellings in its metadata beside it; a quantisation scheme is reached by
+``--preset`` and ``--set scheme.mlp.bits=3``. Precedence, weakest first: preset, ``--settings FILE``, flags, ``--set``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+
+from qat_lora import presets
+from qat_lora.config import AnyRun, QatRun
+from qat_lora.errors import ConfigError, did_you_mean
+from qat_lora.settings import leaves, load_settings, override, override_text
+
+# Flags of one launch, not of the run: they are no part of its config.
+_LAUNCH_FLAGS = {
+    "resume": "go on from last.pt in --output; starts at the beginning where there is none",
+    "from_scratch": "start anew, even where --output holds a run",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one sentence with the nearest known flag."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError instead of printing the usage and exiting."""
+        words = message.split()
+        if message.startswith("unrecognized arguments:"):
+            known = [s for action in self._actions for s in action.option_strings]
+            flag = words[2].split("=")[0]
+            raise ConfigError(f"flag {flag!r} is unknown to `{self.prog}`.{did_you_mean(flag, known)}")
+        raise ConfigError(f"{message}; see `{self.prog} --help`.")
+
+
+def add_flags(parser: argparse.ArgumentParser, run_class: type) -> None:
+    """Add a flag for every leaf of the run, and those of the launch where it trains."""
+    hints = _leaf_hints(run_class)
+    defaults = _default_of(run_class)
+    for path, field in leaves(run_class).items():
+        if path.startswith("scheme."):
+            continue
+        names = [f"--{field.name.replace('_', '-')}", *field.metadata.get("flags", ())]
+        options: dict[str, Any] = {
+            "dest": path,
+            "default": None,
+            "help": f"{field.metadata.get('help', '')} [{_shown(defaults, path)}]".replace("%", "%%"),
+        }
+        if hints[path] is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["metavar"] = _metavar(hints[path], field.name)
+        parser.add_argument(*dict.fromkeys(names), **options)
+    if "place.device" in hints:
+        parser.add_argument("--tpu", dest="place.device", action="store_const", const="tpu", help="short for --device tpu")
+    if "loop.max_steps" in hints:
+        for name, text in _LAUNCH_FLAGS.items():
+            parser.add_argument(f"--{name.replace('_', '-')}", dest=name, action="store_true", help=text)
+    parser.add_argument("--settings", metavar="FILE", type=Path, help=".json or .yaml file of settings, under the flags")
+    parser.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], help="any setting by its dotted path; may be repeated"
+    )
+
+
+def run_from(args: argparse.Namespace, run_class: type) -> AnyRun:
+    """Build the run that the flags describe; raises ConfigError at a value that is out of range or a key that is unknown."""
+    given = vars(args)
+    run: Any = run_class()
+    if run_class is QatRun:
+        run = presets.qat_run(_preset_name(given, run))
+    if args.settings is not None:
+        run = load_settings(run, args.settings)
+    for path in leaves(run_class):
+        if given.get(path) is not None:
+            run = override(run, path, given[path])
+    for assignment in args.set:
+        run = override_text(run, assignment)
+    return run
+
+
+def launch_of(args: argparse.Namespace) -> Any:
+    """Return how a training command is launched: ``new``, ``resume`` or ``from_scratch``."""
+    if args.resume and args.from_scratch:
+        raise ConfigError("--resume goes on with a run and --from-scratch starts anew; give one of them.")
+    return "resume" if args.resume else "from_scratch" if args.from_scratch else "new"
+
+
+def _preset_name(given: dict[str, Any], run: QatRun) -> str:
+    """The preset must be known before anything else is laid over it, wherever it was written."""
+    for assignment in given["set"]:
+        if assignment.startswith("preset="):
+            return assignment.partition("=")[2]
+    if given.get("preset") is not None:
+        return str(given["preset"])
+    if given["settings"] is not None:
+        return load_settings(run, given["settings"]).preset
+    return run.preset
+
+
+def _leaf_hints(config_class: Any, prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, hint in get_type_hints(config_class).items():
+        if hasattr(hint, "__dataclass_fields__"):
+            found |= _leaf_hints(hint, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = hint
+    return found
+
+
+def _default_of(run_class: Any) -> Any:
+    return run_class()
+
+
+def _shown(config: Any, path: str) -> str:
+    for part in path.split("."):
+        config = getattr(config, part)
+    if isinstance(config, tuple):
+        return ",".join(str(v) for v in config)
+    return str(config) if str(config) else "none"
+
+
+def _metavar(hint: Any, name: str) -> str:
+    if get_origin(hint) is not None and not get_origin(hint) is tuple:
+        return "|".join(str(v) for v in get_args(hint))
+    return {int: "N", float: "X", Path: "PATH"}.get(hint, name.upper())
+
+

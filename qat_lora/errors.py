@@ -1,0 +1,61 @@
+"""Errors that a person can act on.
+
+Every class here stands for a mistake that the user can mend. The message is one sentence that names the value, the place
+and the fix; the command line prints it without a traceback and exits with code 2. Bugs of ours are ordinary exceptions.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class QatLoraError(Exception):
+    """Base of all errors that the user can mend."""
+
+
+class ConfigError(QatLoraError, ValueError):
+    """A setting is unknown, out of range, or contradicts another one."""
+
+
+class ModelError(QatLoraError):
+    """A model or tokenizer cannot be found, read, or used."""
+
+
+class DataError(QatLoraError):
+    """A text source is missing, empty, or holds ids that the model does not know."""
+
+
+class CacheError(QatLoraError):
+    """A KD cache is missing, damaged, or incomplete."""
+
+
+class CacheMismatch(CacheError):
+    """A KD cache is sound but was made for something else."""
+
+
+class CheckpointError(QatLoraError):
+    """A checkpoint is missing, truncated, or belongs to another run."""
+
+
+class TrainingError(QatLoraError):
+    """A run cannot go on: the loss is no number any more."""
+
+
+class ExportMismatch(QatLoraError):
+    """A reloaded export does not reproduce the model that was trained."""
+
+
+class DeviceError(QatLoraError):
+    """A device was named that this machine does not offer."""
+
+
+class OutputError(QatLoraError):
+    """A result cannot be written where it was asked for."""
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Return " Did you mean 'x'?" for the closest known word, else the list of known words."""
+    words = sorted(known)
+    close = difflib.get_close_matches(given, words, n=1)
+    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(words)}."

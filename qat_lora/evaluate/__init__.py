@@ -1,0 +1,20 @@
+"""How far a student is from its teacher: perplexity, KL(teacher || student) at T = 1, top-1 agreement, size."""
+
+from qat_lora.evaluate.cached import cached_kl
+from qat_lora.evaluate.fidelity import Fidelity, measure
+from qat_lora.evaluate.size import Size, size_of
+from qat_lora.evaluate.table import fidelity_table, write_fidelity
+from qat_lora.evaluate.windows import Windows, strided_windows, whole_windows
+
+__all__ = [
+    "Fidelity",
+    "Size",
+    "Windows",
+    "cached_kl",
+    "fidelity_table",
+    "measure",
+    "size_of",
+    "strided_windows",
+    "whole_windows",
+    "write_fidelity",
+]

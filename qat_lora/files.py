@@ -1,0 +1,63 @@
+"""Files written so that a reader sees the old content or the new, never a part; digests of files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from qat_lora.errors import OutputError
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Call `write` with a temporary file beside `path`, flush it to disk, then rename it into place.
+
+    Raises OutputError where the folder cannot be written; nothing half-written stays.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as stream:
+                write(stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OutputError(f"{path} cannot be written ({reason}); choose another --output or free space.") from None
+
+
+def write_json(path: Path, tree: Any) -> None:
+    """Write a tree of JSON types, indented, keys in their own order."""
+    text = json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
+    write_atomically(path, lambda stream: stream.write(text.encode()))
+
+
+def sha256_file(path: Path) -> str:
+    """Hex sha256 of a file's bytes."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def check_writable(folder: Path) -> None:
+    """Make a folder and prove, before the long work, that files can be written in it; raises OutputError."""
+    probe = folder / f".probe.{os.getpid()}"
+    write_atomically(probe, lambda stream: stream.write(b""))
+    probe.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename itself durable; only POSIX systems can open a folder for that."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

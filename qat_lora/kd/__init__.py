@@ -1,0 +1,40 @@
+"""Knowledge distillation: the cache of the teacher's next-token distributions, and the losses against it."""
+
+from qat_lora.kd.format import CacheManifest, ShardRecord
+from qat_lora.kd.losses import (
+    Head,
+    LossSum,
+    SparseTarget,
+    chunked_head_loss,
+    hard_top1,
+    kd_soft_ce,
+    next_token_ce,
+    soft_ce,
+    sparse_kl,
+)
+from qat_lora.kd.reader import KDCacheDataset
+from qat_lora.kd.targets import label_mask, next_tokens, position_mask, targets
+from qat_lora.kd.teacher import build_cache, topk_rows
+from qat_lora.kd.writer import CacheWriter
+
+__all__ = [
+    "CacheManifest",
+    "CacheWriter",
+    "Head",
+    "KDCacheDataset",
+    "LossSum",
+    "ShardRecord",
+    "SparseTarget",
+    "build_cache",
+    "chunked_head_loss",
+    "hard_top1",
+    "kd_soft_ce",
+    "label_mask",
+    "next_tokens",
+    "next_token_ce",
+    "position_mask",
+    "soft_ce",
+    "sparse_kl",
+    "targets",
+    "topk_rows",
+]

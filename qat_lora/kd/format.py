@@ -1,0 +1,197 @@
+"""What a KD cache is on disk: the manifest, the tensors of a shard, and how both are named.
+
+Owns the schema. Does not own how rows are made (`teacher`), when they are written (`writer`) or how they are
+read (`reader`). `docs/kd_cache.md` describes the same format for people.
+
+Legend: R rows of a shard, T positions of a row, K candidates, n temperatures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from qat_lora.errors import CacheError, CacheMismatch, ConfigError
+from qat_lora.files import write_json
+
+SCHEMA = "qat_lora.kd_cache/1"
+MANIFEST_NAME = "manifest.json"
+SHARD_BYTES = 64 * 2**20  # small enough to hold twice while writing, large enough that a build has few files
+SHARD_KEY = "shard_of"  # the one metadata key of a shard file: "<identity digest>:<index>"
+
+Arrays: TypeAlias = Mapping[str, "np.ndarray[Any, Any]"]
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """One finished shard file."""
+
+    file: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheManifest:
+    """All that is needed to know whether a cache fits a run, and whether its files are what was written.
+
+    Attributes:
+        teacher: the name it was asked for by; the digest decides.
+        teacher_digest: digest of the teacher's weights.
+        tokenizer_digest: digest of the tokenizer.
+        vocab_size: V, the width of the teacher's logits.
+        seq_len: T, tokens per row.
+        top_k: K, candidates stored per token.
+        temperatures: for which log-sum-exp and tail mass are stored; 1.0 always comes first.
+        logprob_dtype: how log-probabilities are stored.
+        rows: rows of the finished cache.
+        rows_per_shard: rows of each shard, the last may hold fewer; 0 asks for what fits SHARD_BYTES.
+        source: the text source as it was named; the digest decides.
+        source_digest: digest of all token rows.
+        store: what is stored of the distribution.
+        sorted: candidates are in descending order of probability.
+        shards: those that are finished, from 0 on without a gap.
+        complete: all shards are there.
+        schema: the format itself.
+    """
+
+    teacher: str
+    teacher_digest: str
+    tokenizer_digest: str
+    vocab_size: int
+    seq_len: int
+    top_k: int
+    rows: int
+    source: str
+    source_digest: str
+    temperatures: tuple[float, ...] = (1.0,)
+    logprob_dtype: Literal["float16", "float32"] = "float16"
+    rows_per_shard: int = 0
+    store: Literal["topk"] = "topk"
+    sorted: bool = True
+    shards: tuple[ShardRecord, ...] = ()
+    complete: bool = False
+    schema: str = SCHEMA
+
+    def __post_init__(self) -> None:
+        """Check the sizes and fill in what follows from them."""
+        object.__setattr__(self, "temperatures", _with_one_first(self.temperatures))
+        for name in ("vocab_size", "seq_len", "top_k", "rows"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(
+                    f"A KD cache needs a positive {name}, but {name}={value!r}; set it to 1 or more."
+                )
+        if self.top_k > self.vocab_size:
+            raise ConfigError(
+                f"top_k={self.top_k} exceeds the vocabulary of {self.vocab_size} tokens of teacher "
+                f"{self.teacher!r}; set top_k to at most {self.vocab_size}."
+            )
+        if self.logprob_dtype not in ("float16", "float32"):
+            raise ConfigError(
+                f"logprob_dtype={self.logprob_dtype!r} is unknown; choose 'float16' or 'float32'."
+            )
+        if self.rows_per_shard < 1:
+            object.__setattr__(self, "rows_per_shard", max(1, SHARD_BYTES // self.bytes_per_row))
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes that one row takes on disk."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors(1).values())
+
+    @property
+    def shard_count(self) -> int:
+        """Shards of the finished cache."""
+        return -(-self.rows // self.rows_per_shard)
+
+    def shard_rows(self, index: int) -> range:
+        """Rows of the cache that shard `index` holds."""
+        return range(index * self.rows_per_shard, min((index + 1) * self.rows_per_shard, self.rows))
+
+    def identity(self) -> dict[str, Any]:
+        """Return the fields that decide what the rows hold: equal identity, equal cache."""
+        return {
+            k: v for k, v in self.to_json().items() if k not in ("teacher", "source", "shards", "complete")
+        }
+
+    def shard_tag(self, index: int) -> str:
+        """What a shard file says of itself, so that a file of another cache is known at once."""
+        digest = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
+        return f"{digest}:{index}"
+
+    def tensors(self, rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Name -> (shape, dtype) of the tensors of a shard of so many rows."""
+        t, k, n = self.seq_len, self.top_k, len(self.temperatures)
+        return {
+            "input_ids": ((rows, t), np.dtype(np.int32)),
+            "lengths": ((rows,), np.dtype(np.int32)),
+            "topk_ids": ((rows, t, k), np.dtype(np.uint16 if self.vocab_size <= 65536 else np.int32)),
+            "topk_logprobs": ((rows, t, k), np.dtype(self.logprob_dtype)),
+            "lse": ((rows, t, n), np.dtype(np.float32)),
+            "tail": ((rows, t, n), np.dtype(np.float32)),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The plain form, as it stands in manifest.json."""
+        plain = dataclasses.asdict(self)
+        plain["temperatures"] = list(self.temperatures)
+        plain["shards"] = list(plain["shards"])
+        return plain
+
+    @classmethod
+    def load(cls, directory: Path | str) -> CacheManifest:
+        """Read the manifest of a cache directory; CacheError where there is none that can be understood."""
+        path = Path(directory) / MANIFEST_NAME
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CacheError(
+                f"No {MANIFEST_NAME} in {str(directory)!r}, so it is no KD cache; "
+                "check the path or build one with scripts/build_kd_cache.py --output."
+            ) from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise CacheError(
+                f"Cannot read {str(path)!r} ({error}); restore the file or build the cache again."
+            ) from error
+        return cls._from_json(data, path)
+
+    @classmethod
+    def _from_json(cls, data: Any, path: Path) -> CacheManifest:
+        schema = data.get("schema") if isinstance(data, dict) else None
+        if schema != SCHEMA:
+            raise CacheMismatch(
+                f"{str(path)!r} has schema {schema!r}, but this version reads {SCHEMA!r}; build the cache "
+                "again."
+            )
+        try:
+            shards = tuple(ShardRecord(**s) for s in data.pop("shards"))
+            return cls(**{**data, "temperatures": tuple(data["temperatures"])}, shards=shards)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CacheError(
+                f"{str(path)!r} is damaged ({error}); restore the file or build the cache again."
+            ) from error
+
+    def save(self, directory: Path | str) -> None:
+        """Write manifest.json whole or not at all."""
+        write_json(Path(directory) / MANIFEST_NAME, self.to_json())
+
+
+def shard_name(index: int) -> str:
+    """File name of shard `index`."""
+    return f"shard-{index:05d}.safetensors"
+
+
+def _with_one_first(temperatures: tuple[float, ...]) -> tuple[float, ...]:
+    values = tuple(float(t) for t in temperatures)
+    if any(not t > 0 for t in values):
+        raise ConfigError(f"Temperatures must be above 0, but temperatures={list(values)}; use 1.0 or more.")
+    return (1.0, *dict.fromkeys(t for t in values if t != 1.0))

@@ -1,0 +1,229 @@
+"""The one reader of KD caches.
+
+Owns: checks on opening, rows as tensors, the split, and the endless stream of batches, whose order is a pure
+function of (seed, epoch) and of nothing else. Does not own the format (`format`) or what rows mean at a
+temperature (`targets`).
+
+Legend: B batch, T position, K candidates, n temperatures, R rows, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from qat_lora.errors import CacheError, CacheMismatch, ConfigError
+from qat_lora.files import sha256_file
+from qat_lora.kd.format import CacheManifest
+from qat_lora.kd.shards import MemoryShards, RowSource, ShardFiles, damaged, row_fractions
+
+Split: TypeAlias = Literal["all", "train", "eval"]
+Batch: TypeAlias = dict[str, Tensor]
+
+_HANDED_OUT_AS = {
+    "input_ids": np.int64,
+    "length": np.int64,
+    "topk_ids": np.int64,
+    "topk_logprobs": np.float32,
+    "lse": np.float32,
+    "tail": np.float32,
+}
+_FIXES = {
+    "seq_len": "build a cache with that sequence length or train with the cache's",
+    "vocab_size": "use the model that the cache was built for or build one for this model",
+    "teacher_digest": "use the teacher that the cache was built from or build one from this teacher",
+    "tokenizer_digest": "use the tokenizer that the cache was built with or build one with this tokenizer",
+}
+
+
+class KDCacheDataset(Dataset[Batch]):
+    """Rows of a finished KD cache, one by one or as the stream of batches of one rank.
+
+    Args:
+        path: the cache directory.
+        rank: which of `world_size` equal readers this one is.
+        world_size: how many there are.
+        preload: read all rows into memory now, checking every sha256; else rows are read when needed.
+        seed: of the row order.
+        split: ``all`` rows, or one side of a split by the content of the row.
+        eval_fraction: about which part of the rows ``eval`` gets; the rest is ``train``.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        preload: bool = False,
+        seed: int = 0,
+        split: Split = "all",
+        eval_fraction: float = 0.0,
+    ) -> None:
+        """Open the cache and check that it is complete and that every shard is the one that was written."""
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank must lie in 0..{world_size - 1}, but rank={rank}; rank counts from 0.")
+        self.path = Path(path)
+        self.manifest = CacheManifest.load(self.path)
+        _check_complete(self.path, self.manifest)
+        self.rank, self.world_size, self.seed = rank, world_size, seed
+        files = ShardFiles(self.path, self.manifest)
+        self._source: RowSource = MemoryShards(files) if preload else files
+        self._rows = self._split_rows(split, eval_fraction)
+        self._orders: dict[int, np.ndarray[Any, Any]] = {}
+
+    def __len__(self) -> int:
+        """Rows of the split, over all ranks."""
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> Batch:
+        """Return one row of the split.
+
+        int64: ``input_ids`` [T], ``length`` [], ``topk_ids`` [T, K]. float32: ``topk_logprobs`` [T, K],
+            ``lse`` and
+        ``tail`` [T, n].
+        """
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of a split of {len(self)} rows")
+        return {name: x[0] for name, x in self._read(self._rows[[row]]).items()}
+
+    def batches(self, batch_size: int, *, position: int = 0) -> Iterator[Batch]:
+        """Yield this rank's micro-batches for ever, from micro-batch `position` on.
+
+        The stream of rows is one seeded permutation per epoch, laid end to end. Micro-batch m of all ranks
+        together covers its places m*W*B up to (m+1)*W*B, and rank r takes the r-th B of them: no row is lost
+        or repeated within an epoch, all ranks see equally many batches, and with W*B kept the stream does not
+        depend on W.
+        """
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be positive, but batch_size={batch_size}; use 1 or more.")
+        while True:
+            yield self._read(self.batch_rows(batch_size, position))
+            position += 1
+
+    def batch_rows(self, batch_size: int, position: int) -> np.ndarray[Any, Any]:
+        """Return which rows of the cache this rank's micro-batch `position` holds."""
+        first = (position * self.world_size + self.rank) * batch_size
+        places = range(first, first + batch_size)
+        return np.array([self._order(p // len(self))[p % len(self)] for p in places], dtype=np.int64)
+
+    def eval_batches(self, batch_size: int) -> Iterator[Batch]:
+        """Yield this rank's part of the split once, in order, in batches of one size.
+
+        The last ones are filled up with rows of length 0, which no mask counts, so every rank sees equally
+        many batches.
+        """
+        step = batch_size * self.world_size
+        for start in range(self.rank * batch_size, -(-len(self) // step) * step, step):
+            rows = self._rows[start : start + batch_size]
+            missing = batch_size - len(rows)
+            batch = self._read(np.concatenate([rows, np.repeat(self._rows[:1], missing)]))
+            batch["length"][len(rows) :] = 0
+            yield batch
+
+    def require(
+        self,
+        *,
+        seq_len: int | None = None,
+        top_k: int | None = None,
+        temperature: float | None = None,
+        vocab_size: int | None = None,
+        teacher_digest: str | None = None,
+        tokenizer_digest: str | None = None,
+    ) -> None:
+        """Raise CacheMismatch, showing both values, unless the cache serves what is given.
+
+        Fewer candidates than stored are served by `targets(..., top_k=)`; all else must be equal.
+        """
+        wanted = {
+            "seq_len": seq_len,
+            "vocab_size": vocab_size,
+            "teacher_digest": teacher_digest,
+            "tokenizer_digest": tokenizer_digest,
+        }
+        for name, value in wanted.items():
+            stored = getattr(self.manifest, name)
+            if value is not None and value != stored:
+                raise CacheMismatch(
+                    f"The KD cache {str(self.path)!r} (teacher {self.manifest.teacher!r}) has "
+                    f"{name}={stored!r}, but the run needs {name}={value!r}; {_FIXES[name]}."
+                )
+        if top_k is not None and top_k > self.manifest.top_k:
+            raise CacheMismatch(
+                f"The KD cache {str(self.path)!r} stores top_k={self.manifest.top_k} candidates, but the run "
+                f"needs top_k={top_k}; set top_k to at most {self.manifest.top_k} or build a cache with more."
+            )
+        if temperature is not None and temperature not in self.manifest.temperatures:
+            raise CacheMismatch(
+                f"The KD cache {str(self.path)!r} stores temperatures {list(self.manifest.temperatures)}, "
+                f"but the run needs temperature={temperature}; use one of these or build a cache with it."
+            )
+
+    def verify(self) -> None:
+        """Read every shard and compare sha256 with what was recorded; CacheError where they differ."""
+        for record in self.manifest.shards:
+            found = sha256_file(self.path / record.file)
+            if found != record.sha256:
+                raise CacheError(damaged(self.path / record.file, record.sha256, found))
+
+    def _order(self, epoch: int) -> np.ndarray[Any, Any]:
+        if epoch not in self._orders:
+            # Two epochs are enough for a batch that straddles them. RandomState, not Generator: NumPy has
+            # frozen its stream, and a position saved today must mean the same rows in years.
+            self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1}
+            source = np.random.RandomState([self.seed % 2**32, epoch])
+            self._orders[epoch] = source.permutation(self._rows)
+        return self._orders[epoch]
+
+    def _split_rows(self, split: Split, eval_fraction: float) -> np.ndarray[Any, Any]:
+        rows = np.arange(self.manifest.rows)
+        if split not in ("all", "train", "eval") or not 0.0 <= eval_fraction < 1.0:
+            raise ConfigError(
+                "A split needs split 'all', 'train' or 'eval' and eval_fraction in [0, 1), but "
+                f"split={split!r} and eval_fraction={eval_fraction}; change these."
+            )
+        if split == "all" or (split == "train" and eval_fraction == 0.0):
+            return rows
+        is_eval = row_fractions(self._source, self.manifest.rows) < eval_fraction
+        chosen = rows[is_eval if split == "eval" else ~is_eval]
+        if len(chosen) == 0:
+            raise CacheError(
+                f"The {split} split of {str(self.path)!r} is empty with eval_fraction={eval_fraction} of "
+                f"{len(rows)} rows; change eval_fraction or build a cache with more rows."
+            )
+        return chosen
+
+    def _read(self, rows: np.ndarray[Any, Any]) -> Batch:
+        arrays = self._source.read(rows)
+        arrays["length"] = arrays.pop("lengths")
+        for name in ("input_ids", "topk_ids"):
+            self._check_ids(name, arrays[name], rows)
+        return {name: torch.from_numpy(arrays[name].astype(dtype)) for name, dtype in _HANDED_OUT_AS.items()}
+
+    def _check_ids(self, name: str, ids: np.ndarray[Any, Any], rows: np.ndarray[Any, Any]) -> None:
+        # On the host: an id out of range is a silent wrong gather on a TPU and a device-side assertion on a
+        # GPU.
+        vocab_size = self.manifest.vocab_size
+        if ids.max() < vocab_size and ids.min() >= 0:
+            return
+        beyond = (ids < 0) | (ids >= vocab_size)
+        row = rows[beyond.reshape(len(rows), -1).any(1)][0]
+        raise CacheError(
+            f"Row {row} of {str(self.path)!r} holds the {name} value {ids[beyond][0]}, but the vocabulary "
+            f"has {vocab_size} tokens; build the cache again."
+        )
+
+
+def _check_complete(path: Path, manifest: CacheManifest) -> None:
+    done, wanted = len(manifest.shards), manifest.shard_count
+    if not manifest.complete or done != wanted:
+        raise CacheError(
+            f"The build of the KD cache {str(path)!r} was interrupted after {done} of {wanted} shards; "
+            "run the same build command again, it goes on where it stopped."
+        )

@@ -1,0 +1,141 @@
+"""Reading rows out of shard files, from disk as needed or from memory.
+
+Owns file handles, the checks of a shard against its manifest, and the content hash of rows. Does not own row
+order, splits or tensors: it returns arrays as they are stored.
+
+Legend: R rows, T positions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load as from_safetensors
+
+from qat_lora.errors import CacheError
+from qat_lora.kd.format import SHARD_KEY, CacheManifest
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+OPEN_HANDLES = 16
+ROWS_PER_HASH_READ = 1024
+REBUILD = "restore the file, or delete it and run the build command again to write it anew"
+
+
+class RowSource(Protocol):
+    """Where rows come from."""
+
+    def read(self, rows: Array, names: tuple[str, ...] | None = None) -> dict[str, Array]:
+        """Return the stored arrays ``[len(rows), ...]`` of these rows of the cache: all, or those named."""
+
+
+class ShardFiles:
+    """Rows straight from the files: a read copies what it needs out of a memory map; few files stay open."""
+
+    def __init__(self, directory: Path, manifest: CacheManifest) -> None:
+        """Check every shard's size and tag against the manifest."""
+        self.directory, self.manifest = directory, manifest
+        self._open: OrderedDict[int, Any] = OrderedDict()
+        for index in range(manifest.shard_count):
+            self._check(index)
+
+    def read(self, rows: Array, names: tuple[str, ...] | None = None) -> dict[str, Array]:
+        """See `RowSource`."""
+        wanted = self.manifest.tensors(len(rows))
+        arrays = {name: np.empty(*wanted[name]) for name in names or wanted}
+        shards, places = np.divmod(rows, self.manifest.rows_per_shard)
+        # Shard by shard, so that a batch opens each file once however many handles are kept.
+        for i in np.argsort(shards, kind="stable"):
+            handle = self._handle(int(shards[i]))
+            for name, array in arrays.items():
+                array[i] = handle.get_slice(name)[int(places[i])]
+        return arrays
+
+    def load(self, index: int) -> dict[str, Array]:
+        """Return all arrays of one shard after checking its sha256."""
+        record = self.manifest.shards[index]
+        data = self.path(index).read_bytes()
+        found = hashlib.sha256(data).hexdigest()
+        if found != record.sha256:
+            raise CacheError(damaged(self.path(index), record.sha256, found))
+        arrays: dict[str, Array] = from_safetensors(data)
+        return arrays
+
+    def path(self, index: int) -> Path:
+        """Path of one shard."""
+        return self.directory / self.manifest.shards[index].file
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the handles behind: a worker process opens its own."""
+        return {**self.__dict__, "_open": OrderedDict()}
+
+    def _check(self, index: int) -> None:
+        path, record = self.path(index), self.manifest.shards[index]
+        if not path.is_file():
+            raise CacheError(
+                f"The KD cache lacks its shard {str(path)!r}; restore the file or run the build command "
+                "again."
+            )
+        size = path.stat().st_size
+        if size != record.bytes:
+            raise CacheError(
+                f"{str(path)!r} has {size} bytes instead of {record.bytes} (cut short?); {REBUILD}."
+            )
+        tag = (self._handle(index).metadata() or {}).get(SHARD_KEY)
+        if tag != self.manifest.shard_tag(index):
+            raise CacheError(
+                f"{str(path)!r} belongs to another KD cache or another place in this one; {REBUILD}."
+            )
+
+    def _handle(self, index: int) -> Any:
+        if index in self._open:
+            self._open.move_to_end(index)
+            return self._open[index]
+        if len(self._open) >= OPEN_HANDLES:
+            self._open.popitem(last=False)
+        path = self.path(index)
+        try:
+            self._open[index] = safe_open(path, framework="np")
+        except (SafetensorError, OSError) as error:
+            raise CacheError(f"{str(path)!r} is no sound safetensors file ({error}); {REBUILD}.") from error
+        return self._open[index]
+
+
+class MemoryShards:
+    """All rows in memory, in the dtypes they are stored in, each shard's sha256 checked."""
+
+    def __init__(self, files: ShardFiles) -> None:
+        """Read all shards."""
+        manifest = files.manifest
+        self._arrays = {name: np.empty(*spec) for name, spec in manifest.tensors(manifest.rows).items()}
+        for index in range(manifest.shard_count):
+            rows = manifest.shard_rows(index)
+            for name, array in files.load(index).items():
+                self._arrays[name][rows.start : rows.stop] = array
+
+    def read(self, rows: Array, names: tuple[str, ...] | None = None) -> dict[str, Array]:
+        """See `RowSource`."""
+        return {name: self._arrays[name][rows] for name in names or self._arrays}
+
+
+def row_fractions(source: RowSource, rows: int) -> Array:
+    """Return for each row a number in [0, 1) that depends on nothing but its token ids (their sha256)."""
+    fractions = np.empty(rows)
+    for start in range(0, rows, ROWS_PER_HASH_READ):
+        chosen = np.arange(start, min(start + ROWS_PER_HASH_READ, rows))
+        ids_RT = source.read(chosen, ("input_ids",))["input_ids"].astype("<i4")
+        digests = b"".join(hashlib.sha256(row.tobytes()).digest()[:8] for row in ids_RT)
+        # 53 bits are what a float holds: 64 could round up to 1.0.
+        fractions[chosen] = (np.frombuffer(digests, ">u8") >> np.uint64(11)) / 2.0**53
+    return fractions
+
+
+def damaged(path: Path, recorded: str, found: str) -> str:
+    """Say that a shard's digest is not the recorded one."""
+    digests = f"sha256 {found[:12]}.. instead of the recorded {recorded[:12]}.."
+    return f"{str(path)!r} is damaged: {digests}; {REBUILD}."

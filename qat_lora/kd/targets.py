@@ -1,0 +1,68 @@
+"""From a batch of the cache to what the losses take: sparse targets at a temperature, labels, and masks.
+
+Owns the algebra between the stored fields and p_T. Everything here runs on the batch's device without a host
+read.
+
+Legend: B batch, T position, K candidates, S flattened token rows (B*T).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from qat_lora.errors import CacheMismatch
+from qat_lora.kd.format import CacheManifest
+from qat_lora.kd.losses import SparseTarget
+
+
+def targets(
+    batch: Mapping[str, Tensor], temperature: float, manifest: CacheManifest, *, top_k: int | None = None
+) -> SparseTarget:
+    """Return the teacher at `temperature` for every position of a batch, flattened to ``[S, K]``.
+
+    With z_k = logp_k + lse_1 the stored logit, ``log p_T(k) = z_k / T - lse_T``. The sum of the stored p_T is
+    then set to the stored 1 - tail_T: log-probabilities in float16 are off by up to 5e-4 of themselves, and
+    the little mass that this makes or takes would be read as tail. `top_k` keeps the most probable ones only;
+    the mass of the others joins the tail.
+    """
+    index = _temperature_index(manifest, temperature)
+    if top_k is not None and not 1 <= top_k <= manifest.top_k:
+        raise CacheMismatch(
+            f"The KD cache stores top_k={manifest.top_k} candidates, but top_k={top_k} was asked for; "
+            f"set top_k to 1..{manifest.top_k} or build a cache with more."
+        )
+    logp_BTK = batch["topk_logprobs"]
+    if temperature != 1.0:
+        lse_BT1 = batch["lse"][..., :1]
+        logp_BTK = (logp_BTK + lse_BT1) / temperature - batch["lse"][..., index : index + 1]
+    stored_BT1 = torch.log1p(-batch["tail"][..., index : index + 1])
+    logp_BTK = logp_BTK + (stored_BT1 - logp_BTK.logsumexp(-1, keepdim=True))
+    k = manifest.top_k if top_k is None else top_k
+    return SparseTarget(batch["topk_ids"][..., :k].flatten(0, 1), logp_BTK[..., :k].flatten(0, 1))
+
+
+def position_mask(lengths_B: Tensor, seq_len: int) -> Tensor:
+    """Return ``[B, T]`` bool: positions that hold a token (t < length), where the teacher counts."""
+    return torch.arange(seq_len, device=lengths_B.device) < lengths_B[:, None]
+
+
+def label_mask(lengths_B: Tensor, seq_len: int) -> Tensor:
+    """Return ``[B, T]`` bool: positions whose next token is known (t + 1 < length)."""
+    return torch.arange(1, seq_len + 1, device=lengths_B.device) < lengths_B[:, None]
+
+
+def next_tokens(input_ids_BT: Tensor) -> Tensor:
+    """Return the labels ``[B, T]``, the token after each (`label_mask` drops the last, which has none)."""
+    return torch.cat([input_ids_BT[:, 1:], input_ids_BT[:, -1:]], dim=1)
+
+
+def _temperature_index(manifest: CacheManifest, temperature: float) -> int:
+    if temperature not in manifest.temperatures:
+        raise CacheMismatch(
+            f"The KD cache stores temperatures {list(manifest.temperatures)}, but temperature={temperature} "
+            "was asked for; use one of these or build a cache with it."
+        )
+    return manifest.temperatures.index(temperature)

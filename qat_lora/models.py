@@ -1,0 +1,243 @@
+"""Models and tokenizers of the outside world: find, load, identify, take apart into trunk and head.
+
+The only file that imports transformers. A *trunk* maps ids to the last hidden state; a *head* maps hidden states to
+logits. Training keeps the two apart because the [B, T, V] logits of a whole batch must never exist at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from qat_lora.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+EMBEDDED = "embedded"
+
+_ATTENTION_WORDS = ("attn", "attention")
+_MLP_WORDS = ("mlp", "feed_forward", "ffn", "experts", "block_sparse_moe")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a model is, independent of where it lies: digests of its weights and of its tokenizer."""
+
+    name: str
+    weights: str
+    tokenizer: str
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in evaluation mode, its tokenizer and its identity; `stored_bits` is the width its weights have on disk."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    identity: Identity
+    stored_bits: int
+
+
+def resolve(name: str) -> Path:
+    """Return the local folder of a model: the embedded one, a directory, or a hub snapshot (downloaded where needed)."""
+    if name == EMBEDDED:
+        return Path(str(files("qat_lora") / "assets" / "teacher"))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file() or name.count("/") > 1 or name.startswith((".", "/", "~")) or not name:
+        raise ModelError(f"model {name!r} is no directory; give a transformers folder, a hub id, or 'embedded'.")
+    return _snapshot(name)
+
+
+def load(name: str, *, dtype: torch.dtype = torch.float32) -> Loaded:
+    """Load a causal LM and its tokenizer on the CPU, in evaluation mode, with attention that needs no mask."""
+    folder = resolve(name)
+    tokenizer = load_tokenizer(folder)
+    model = _load_model(folder, dtype)
+    identity = Identity(name, weights_digest(folder), tokenizer_digest(tokenizer), model.config.vocab_size)
+    return Loaded(model.eval(), tokenizer, identity, _stored_bits(folder))
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that lies with a model."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"no tokenizer can be read in {folder} ({_first_line(error)}); add its tokenizer files.") from None
+
+
+def weights_digest(folder: Path) -> str:
+    """sha256 over the weight files of a model folder, in the order of their names."""
+    weight_files = sorted(folder.glob("*.safetensors"))
+    if not weight_files:
+        raise ModelError(f"{folder} holds no *.safetensors weights; save the model with safe_serialization.")
+    digest = hashlib.sha256()
+    for path in weight_files:
+        with path.open("rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """sha256 over what a tokenizer does to text: its serialised pipeline, else its vocabulary; no paths, no templates."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        tree = json.loads(backend.to_str())
+        tree["truncation"] = tree["padding"] = None  # set by use, no part of the identity
+        text = json.dumps(tree, sort_keys=True)
+    else:
+        text = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def causal_lm(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers causal LM inside a model that peft may have wrapped."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[return-value,operator]
+
+
+def trunk_hidden(model: nn.Module, input_ids_BT: Tensor) -> Tensor:
+    """Last hidden state [B, T, H] after the final norm. Rows are causal and padded on the right, so no mask is needed."""
+    trunk = causal_lm(model).base_model
+    return trunk(input_ids=input_ids_BT, use_cache=False).last_hidden_state
+
+
+def head_parts(model: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Callable[[Tensor], Tensor] | None]:
+    """The head as (weight [V, H], bias [V] or None, what follows on the logits or None), the first two in `dtype`.
+
+    What follows is the scale of Cohere and Granite and the soft cap of Gemma, as the model's config names them.
+    """
+    lm = causal_lm(model)
+    layer, config = lm.get_output_embeddings(), lm.config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
+    bias = getattr(layer, "bias", None)
+
+    def transform(logits: Tensor) -> Tensor:
+        scaled = logits * scale
+        return softcap * torch.tanh(scaled / softcap) if softcap else scaled
+
+    plain = scale == 1.0 and not softcap
+    return layer.weight.to(dtype), None if bias is None else bias.to(dtype), None if plain else transform
+
+
+def check_head(model: nn.Module) -> None:
+    """Raise ModelError where trunk and head together do not give the logits of the model's own forward."""
+    with torch.no_grad():
+        ids_BT = torch.arange(8, device=next(model.parameters()).device)[None]
+        own = causal_lm(model)(input_ids=ids_BT, use_cache=False).logits.float()
+        hidden_BTH = trunk_hidden(model, ids_BT)
+        weight_VH, bias_V, transform = head_parts(model, hidden_BTH.dtype)
+        ours = nn.functional.linear(hidden_BTH, weight_VH, bias_V).float()
+        ours = ours if transform is None else transform(ours)
+    if not torch.allclose(own, ours, rtol=1e-2, atol=1e-2):  # bf16 rounds to 2^-8; a missing scale or cap is far off
+        raise ModelError(
+            f"{type(causal_lm(model)).__name__} does something to its logits that qat_lora does not know (largest "
+            f"difference {(own - ours).abs().max():.3g}); add it to qat_lora.models.head_parts."
+        )
+
+
+def check_context(model: nn.Module, seq_len: int) -> None:
+    """Raise ModelError where rows are longer than the context that the model knows."""
+    context = getattr(causal_lm(model).config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and seq_len > context:
+        raise ModelError(f"rows of seq_len={seq_len} tokens exceed the model's context of {context}; use --seq-len {context}.")
+
+
+def target_linears(model: nn.Module) -> dict[str, str]:
+    """Names of the block Linears and their role, ``attention`` or ``mlp``, in model order.
+
+    Embeddings, the head and anything outside the decoder's layers are left alone.
+    """
+    head = causal_lm(model).get_output_embeddings()
+    found = {name: role for name, role, layer in _block_linears(model) if layer is not head}
+    if not found:
+        kinds = sorted({type(m).__name__ for m in model.modules() if hasattr(m, "weight")})
+        raise ModelError(
+            f"{type(model).__name__} has no nn.Linear in an attention or MLP block (its layers: {', '.join(kinds)}); "
+            "use a model whose blocks are made of nn.Linear, such as Llama or Qwen3."
+        )
+    return found
+
+
+def save_pretrained(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    """Write an ordinary transformers folder: config, safetensors, tokenizer."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _block_linears(model: nn.Module) -> Iterator[tuple[str, str, nn.Linear]]:
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Linear) or ".lora_" in name:  # peft's own Linears are no part of the model
+            continue
+        parts = name.split(".")[:-1]
+        if any(word in part for part in parts for word in _ATTENTION_WORDS):
+            yield name, "attention", layer
+        elif any(word in part for part in parts for word in _MLP_WORDS):
+            yield name, "mlp", layer
+
+
+def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # a model that loads in seconds needs no bar of its own
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
+        raise ModelError(
+            f"no causal LM can be read in {folder} ({_first_line(error)}); check config.json and the weights, "
+            "or download the model again."
+        ) from None
+    if info["missing_keys"]:  # transformers would go on with random values
+        missing = sorted(info["missing_keys"])
+        raise ModelError(f"{folder} lacks {len(missing)} weights, {missing[0]} among them; download the model again.")
+    return model
+
+
+def _stored_bits(folder: Path) -> int:
+    """Bits of one value of the first tensor on disk, from the header of its file."""
+    from safetensors import safe_open
+
+    with safe_open(sorted(folder.glob("*.safetensors"))[0], framework="pt") as stored:
+        dtype = stored.get_slice(next(iter(stored.keys()))).get_dtype()  # such as F32, BF16, F8_E4M3
+    return int("".join(c for c in dtype.split("_")[0] if c.isdigit()))
+
+
+def _snapshot(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (LocalEntryNotFoundError, ConnectionError) as error:
+        raise ModelError(
+            f"model {name!r} is not in the local hub cache and the hub cannot be reached ({_first_line(error)}); "
+            "connect to the network, or give a local directory."
+        ) from None
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ModelError(
+            f"model {name!r} cannot be had from the hub ({_first_line(error)}); check the id, or log in if it is gated."
+        ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:160] if text else type(error).__name__

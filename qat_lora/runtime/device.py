@@ -1,0 +1,98 @@
+"""What this machine offers: the public words about devices, each a no-op where the hardware is absent.
+
+Looks only at what is installed and present; starts no device. torch_xla is touched through `sys.modules` when something
+else has loaded it already.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qat_lora.runtime.base import MemoryUse
+from qat_lora.runtime.local import process_memory
+
+log = logging.getLogger(__name__)
+
+_HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def is_tpu_available() -> bool:
+    """Whether torch_xla is installed and would find a TPU: PJRT_DEVICE=TPU, or a TPU chip among the devices."""
+    if importlib.util.find_spec("torch_xla") is None:
+        return False
+    chosen = os.environ.get("PJRT_DEVICE", "").upper()
+    return chosen == "TPU" or (not chosen and any(Path("/dev").glob("accel[0-9]*")))
+
+
+def detect_device_type() -> str:
+    """The best device type there: ``tpu``, ``cuda``, ``mps`` or ``cpu``."""
+    if is_tpu_available():
+        return "tpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def is_xla_device(device: torch.device | str) -> bool:
+    """Whether a device is one of torch_xla's."""
+    return str(getattr(device, "type", device)).split(":")[0] == "xla"
+
+
+def xla_mark_step() -> None:
+    """Cut torch_xla's lazy graph and start its execution; nothing where torch_xla is not in use."""
+    if (torch_xla := _loaded_torch_xla()) is not None:
+        torch_xla.sync()
+
+
+def clear_memory(device: torch.device | str | None = None) -> None:
+    """Free what Python and the device's allocator hold without need."""
+    gc.collect()
+    kind = str(getattr(device, "type", device or detect_device_type())).split(":")[0]
+    if kind == "cuda" and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    elif kind == "mps" and torch.backends.mps.is_available():
+        torch.mps.empty_cache()
+    elif kind in ("xla", "tpu"):
+        xla_mark_step()
+
+
+def log_memory_usage(tag: str = "", device: torch.device | str | None = None) -> MemoryUse:
+    """Log the bytes in use, on CUDA those of the device, else of the process, and return them."""
+    kind = str(getattr(device, "type", device or detect_device_type())).split(":")[0]
+    if kind == "cuda" and torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        use = MemoryUse(total - free, torch.cuda.max_memory_allocated(), total)
+    else:
+        use = process_memory()
+    gib = 2**30
+    log.info("memory %s used %.2f GiB, peak %.2f GiB (%s)", tag, use.used_bytes / gib, use.peak_bytes / gib, kind)
+    return use
+
+
+def enable_transparent_hugepages() -> bool:
+    """Turn transparent hugepages on, which TPU v5e and newer want at start; False, with a warning, where it may not.
+
+    A no-op that returns False on machines without a TPU.
+    """
+    if not is_tpu_available() or not _HUGEPAGES.exists():
+        return False
+    if "[always]" in _HUGEPAGES.read_text():
+        return True
+    try:
+        _HUGEPAGES.write_text("always")
+    except OSError:
+        log.warning("transparent hugepages are off; as root run: sh -c 'echo always > %s'", _HUGEPAGES)
+        return False
+    return True
+
+
+def _loaded_torch_xla() -> Any:
+    return sys.modules.get("torch_xla")

@@ -1,0 +1,50 @@
+"""Choose the runtime once, by the name that the user gave."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from qat_lora.config import PlaceConfig
+from qat_lora.errors import DeviceError
+from qat_lora.runtime.base import Runtime
+from qat_lora.runtime.device import detect_device_type
+from qat_lora.runtime.local import LocalRuntime
+
+log = logging.getLogger(__name__)
+
+
+def runtime_for(place: PlaceConfig) -> Runtime:
+    """Return the runtime for ``--device``; raises DeviceError, or falls back to the CPU where that is allowed."""
+    kind = detect_device_type() if place.device == "auto" else place.device
+    missing = _why_absent(kind)
+    if missing and not place.allow_fallback:
+        raise DeviceError(f"--device {kind} is not here: {missing}, or use --device auto.")
+    if missing:
+        log.warning("--device %s is not here (%s); going on with the CPU", kind, missing)
+        kind = "cpu"
+    runtime = _start(kind, place)
+    log.info("device %s, compute in %s: %s", kind, runtime.precision.compute, runtime.precision.reason)
+    return runtime
+
+
+def _start(kind: str, place: PlaceConfig) -> Runtime:
+    if kind == "tpu":
+        from qat_lora.runtime.xla import XlaRuntime
+
+        return XlaRuntime(dtype=place.dtype)
+    return LocalRuntime(kind, dtype=place.dtype, threads=place.threads)
+
+
+def _why_absent(kind: str) -> str:
+    """Say what is missing for a device type and how to get it; empty where it is there."""
+    if kind == "cuda" and not torch.cuda.is_available():
+        return "torch sees no CUDA device; install a CUDA build of torch and a driver"
+    if kind == "mps" and not torch.backends.mps.is_available():
+        return "torch sees no Apple GPU; run on an Apple-silicon Mac"
+    if kind == "tpu":
+        from qat_lora.runtime.xla import why_absent
+
+        return why_absent()
+    return ""

@@ -1,0 +1,174 @@
+"""Frozen dataclasses as settings: check, override by ``a.b=value``, read from and write to JSON.
+
+Generic over the dataclass: the runs themselves are declared in `qat_lora.config`. Loads neither torch nor files other than
+the settings file it is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import typing
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from qat_lora.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+
+
+def setting(default: Any = dataclasses.MISSING, help: str = "", *flags: str) -> Any:
+    """A dataclass field with its help text and any further spellings of its command-line flag."""
+    return dataclasses.field(default=default, metadata={"help": help, "flags": flags})
+
+
+def check_choices(config: Any) -> None:
+    """Raise ConfigError where a Literal field of a dataclass holds a word that its type does not list."""
+    hints = get_type_hints(type(config))
+    for f in dataclasses.fields(config):
+        if get_origin(hints[f.name]) is Literal and getattr(config, f.name) not in get_args(hints[f.name]):
+            value = getattr(config, f.name)
+            raise ConfigError(f"{f.name}={value!r} is unknown.{did_you_mean(str(value), get_args(hints[f.name]))}")
+
+
+def check_range(
+    config: Any,
+    name: str,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+) -> None:
+    """Raise ConfigError unless the field's value lies within the bounds given (NaN never does)."""
+    value = getattr(config, name)
+    rules = (
+        (above, "greater than", lambda v, b: v > b),
+        (at_least, "at least", lambda v, b: v >= b),
+        (below, "below", lambda v, b: v < b),
+        (at_most, "at most", lambda v, b: v <= b),
+    )
+    for bound, words, holds in rules:
+        if bound is not None and not (holds(value, bound) and math.isfinite(value)):
+            raise ConfigError(
+                f"{name} must be {words} {bound:g}, but {name}={value}; set --{name.replace('_', '-')} accordingly."
+            )
+
+
+def leaves(config_class: type, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
+    """Map the dotted path of every leaf field, e.g. ``loop.batch_size``, to its dataclass field."""
+    hints = get_type_hints(config_class)
+    found: dict[str, dataclasses.Field[Any]] = {}
+    for f in dataclasses.fields(config_class):
+        if dataclasses.is_dataclass(hints[f.name]):
+            found |= leaves(typing.cast(type, hints[f.name]), f"{prefix}{f.name}.")
+        else:
+            found[prefix + f.name] = f
+    return found
+
+
+def override(config: T, path: str, value: Any) -> T:
+    """Return a copy of the config with the field at the dotted path set to the value; text is read by the field's type."""
+    head, _, rest = path.partition(".")
+    names = {f.name for f in dataclasses.fields(config)}  # type: ignore[arg-type]
+    if head not in names:
+        place = type(config).__name__
+        raise ConfigError(f"override key {path!r} is not a setting of {place}.{did_you_mean(head, names)}")
+    child = getattr(config, head)
+    if dataclasses.is_dataclass(child) != bool(rest):
+        inner = ", ".join(f.name for f in dataclasses.fields(child)) if dataclasses.is_dataclass(child) else ""
+        fix = f"name one of its settings: {inner}" if inner else f"drop .{rest}"
+        raise ConfigError(f"override key {path!r} does not end at a single setting; {fix}.")
+    if rest:
+        return dataclasses.replace(config, **{head: override(child, rest, value)})  # type: ignore[type-var]
+    hint = get_type_hints(type(config))[head]
+    return dataclasses.replace(config, **{head: parse_value(hint, value, path)})  # type: ignore[type-var]
+
+
+def override_text(config: T, assignment: str) -> T:
+    """Apply one ``a.b=value``, as given to --set."""
+    path, equals, value = assignment.partition("=")
+    if not equals:
+        raise ConfigError(f"--set takes key=value, but got {assignment!r}; write for example --set optim.lr=1e-3.")
+    return override(config, path.strip(), value.strip())
+
+
+def parse_value(hint: Any, value: Any, name: str) -> Any:
+    """Read a value, often text from a command line or JSON, as the type of the field it is meant for."""
+    origin = get_origin(hint)
+    if origin is tuple:
+        items = [v for v in value.replace(",", " ").split() if v] if isinstance(value, str) else list(value)
+        return tuple(parse_value(get_args(hint)[0], v, name) for v in items)
+    if origin is Literal or hint is str:
+        return str(value)
+    if hint is Path:
+        return Path(value)
+    if hint is bool and isinstance(value, str):
+        words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+        if value.lower() in words:
+            return words[value.lower()]
+        raise ConfigError(f"{name} takes true or false, but got {value!r}; write {name}=true.")
+    try:
+        return hint(value)
+    except (TypeError, ValueError):
+        kind = "a whole number" if hint is int else f"a {hint.__name__}"
+        raise ConfigError(f"{name} takes {kind}, but got {value!r}; correct the value.") from None
+
+
+def to_json(config: Any) -> dict[str, Any]:
+    """Return the config as a tree of JSON types."""
+    tree = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    return {k: _plain(v) for k, v in tree.items()}
+
+
+def from_json(config_class: type[T], tree: dict[str, Any]) -> T:
+    """Build a config from the tree that `to_json` wrote; raises ConfigError at an unknown key."""
+    hints = get_type_hints(config_class)
+    names = {f.name for f in dataclasses.fields(config_class)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key not in names:
+            raise ConfigError(f"key {key!r} is not a setting of {config_class.__name__}.{did_you_mean(key, names)}")
+        nested = dataclasses.is_dataclass(hints[key])
+        values[key] = from_json(hints[key], value) if nested else parse_value(hints[key], value, key)
+    return config_class(**values)
+
+
+def load_settings(config: T, path: Path) -> T:
+    """Lay a JSON or YAML file of (part of) a run's settings over a config."""
+    if not path.is_file():
+        raise ConfigError(f"settings file {path} does not exist; give --settings an existing .json or .yaml file.")
+    try:
+        tree = _read_yaml(path) if path.suffix in (".yaml", ".yml") else json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"settings file {path} cannot be read: {str(error).splitlines()[0]}; correct it.") from None
+    for dotted, value in _flatten(tree).items():
+        config = override(config, dotted, value)
+    return config
+
+
+def _read_yaml(path: Path) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        raise ConfigError(f"settings must be a mapping of names to values, but {prefix or 'the file'} holds {tree!r}.")
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_json(value)
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,42 @@
+"""Anchor rows: the starting model's own predictions on a few fixed rows, computed once, to hold the model near its start."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+from qat_lora import models
+from qat_lora.kd import Head, KDCacheDataset, topk_rows
+from qat_lora.runtime import Runtime
+from qat_lora.train.objective import Anchor
+
+
+@torch.no_grad()
+def build_anchor(
+    model: nn.Module, dataset: KDCacheDataset, *, samples: int, batch_size: int, chunk_tokens: int, runtime: Runtime
+) -> Anchor:
+    """Take the first rows of the data set's split and the model's top-k distribution at T = 1 on them.
+
+    The targets have the cache's k and its fields, in float32, so that the anchor term is the cache's loss with another teacher.
+    """
+    was_training = model.training
+    model.eval()
+    manifest = dataclasses.replace(dataset.manifest, temperatures=(1.0,), logprob_dtype="float32")
+    parts: list[dict[str, Tensor]] = []
+    for begin in range(0, min(samples, len(dataset)), batch_size):
+        rows = [dataset[row] for row in range(begin, min(begin + batch_size, samples, len(dataset)))]
+        batch = runtime.to_device({name: torch.stack([r[name] for r in rows]) for name in ("input_ids", "length")})
+        parts.append(batch | _targets(model, batch["input_ids"], manifest.top_k, chunk_tokens, runtime))
+        runtime.mark_step()
+    model.train(was_training)
+    return Anchor({name: torch.cat([part[name] for part in parts]) for name in parts[0]}, manifest)
+
+
+def _targets(model: nn.Module, ids_BT: Tensor, top_k: int, chunk_tokens: int, runtime: Runtime) -> dict[str, Tensor]:
+    with runtime.autocast():
+        hidden_SH = models.trunk_hidden(model, ids_BT).flatten(0, 1)
+    head = Head(*models.head_parts(model, hidden_SH.dtype))
+    chunks = [topk_rows(head(part_CH), top_k, (1.0,)) for part_CH in hidden_SH.split(chunk_tokens)]
+    return {name: torch.cat([chunk[name] for chunk in chunks]).unflatten(0, ids_BT.shape) for name in chunks[0]}

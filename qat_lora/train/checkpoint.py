@@ -1,0 +1,150 @@
+"""Checkpoints: the student (best.pt) and everything a run needs to go on as if never interrupted (last.pt, step-*.pt).
+
+A checkpoint is one torch.save file read back with ``weights_only=True``: nothing is unpickled. It names the run, the
+model it was made from and the versions that made it, and is self-contained but for that model's own weights.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import pickle
+import shutil
+import subprocess
+import zipfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qat_lora.config import QatRun, QuantScheme, RecoveryRun
+from qat_lora.errors import CheckpointError
+from qat_lora.models import Identity
+from qat_lora.runtime import Runtime
+from qat_lora.settings import to_json
+from qat_lora.train.state import TrainState
+
+FORMAT = "qat_lora.checkpoint"
+_PACKAGES = ("torch", "transformers", "peft", "safetensors")
+
+
+def student_checkpoint(
+    run: QatRun | RecoveryRun, identity: Identity, tensors: dict[str, Tensor], scheme: QuantScheme
+) -> dict[str, Any]:
+    """The part that later stages read: what was run, on which model, and the student's own tensors (on the CPU)."""
+    return {
+        "format": FORMAT,
+        "kind": run.command,
+        "run": to_json(run),
+        "identity": asdict(identity),
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "scheme": to_json(scheme),
+        "tensors": {name: x.detach().cpu() for name, x in tensors.items()},
+    }
+
+
+def resume_state(state: TrainState) -> dict[str, Any]:
+    """The part that a resumed run reads: optimizer, progress, moving average and random state."""
+    progress = {name: getattr(state, name) for name in ("step", "best_kl", "best_step", "first_kl", "last_kl")}
+    return {
+        "optimizer": state.optimizer.state_dict(),
+        "progress": progress,
+        "trained": {name: p.detach().cpu() for name, p in state.trained.items()},
+        "ema": {name: x.cpu() for name, x in state.ema.items()},
+        "rng": torch.get_rng_state(),
+    }
+
+
+def restore(state: TrainState, content: dict[str, Any], path: Path) -> None:
+    """Put a run back to where `resume_state` found it; raises CheckpointError where the two do not fit."""
+    saved, ours = content["trained"], state.trained
+    if saved.keys() != ours.keys():
+        odd = sorted(saved.keys() ^ ours.keys())[0]
+        raise CheckpointError(f"{path} trained other tensors than this run ({odd!r} differs); resume with its settings.")
+    with torch.no_grad():
+        for name, p in ours.items():
+            p.copy_(saved[name])
+        for name, x in state.ema.items():
+            x.copy_(content["ema"][name])
+    state.optimizer.load_state_dict(content["optimizer"])
+    for name, value in content["progress"].items():
+        setattr(state, name, value)
+    torch.set_rng_state(content["rng"])
+
+
+def load_checkpoint(path: Path, *, kind: str | None = None) -> dict[str, Any]:
+    """Read a checkpoint onto the CPU; raises CheckpointError where it is missing, truncated or of another kind."""
+    content = load_tensors(path)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(f"{path} was not written by qat_lora; give the best.pt or last.pt of a run.")
+    if kind is not None and content["kind"] != kind:
+        raise CheckpointError(f"{path} comes from `qat-lora {content['kind']}`; this needs one from `qat-lora {kind}`.")
+    return content
+
+
+def load_tensors(path: Path) -> Any:
+    """Read what torch.save wrote, tensors and plain values only, onto the CPU."""
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint {path} does not exist; give the best.pt or last.pt of a run.")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, OSError, ValueError, KeyError):
+        raise CheckpointError(
+            f"checkpoint {path} is truncated or no checkpoint ({path.stat().st_size} bytes); use another one of the run."
+        ) from None
+
+
+def check_identity(content: dict[str, Any], identity: Identity, path: Path) -> None:
+    """Raise CheckpointError unless the checkpoint was made from this very model and tokenizer."""
+    for part in ("weights", "tokenizer"):
+        theirs, ours = content["identity"][part], getattr(identity, part)
+        if theirs != ours:
+            raise CheckpointError(
+                f"{path} was made from {content['identity']['name']!r} ({part} {theirs[:12]}), but --model "
+                f"{identity.name!r} has {part} {ours[:12]}; give the model that it was made from."
+            )
+
+
+def numbered(folder: Path) -> list[Path]:
+    """The numbered checkpoints of a run, oldest first."""
+    return sorted(folder.glob("step-*.pt"))
+
+
+def save_numbered(content: dict[str, Any], folder: Path, step: int, keep_last: int, runtime: Runtime) -> None:
+    """Write step-N.pt, let last.pt be the same file, and drop all but the `keep_last` newest numbered ones."""
+    path = folder / f"step-{step:06d}.pt"
+    runtime.save(content, path)
+    if runtime.rank == 0:
+        _same_file(path, folder / "last.pt")
+        for old in numbered(folder)[: -keep_last or None]:
+            old.unlink()
+
+
+def _same_file(path: Path, name: Path) -> None:
+    """Let `name` be the file at `path`: a hard link, or a copy where the file system has none (Drive, FAT)."""
+    temporary = name.with_name(f".{name.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(path, temporary)
+    except OSError:
+        shutil.copyfile(path, temporary)
+    os.replace(temporary, name)
+
+
+def versions() -> dict[str, str]:
+    """Versions of the libraries that a result depends on."""
+    found = {"qat_lora": importlib.metadata.version("qat_lora")}
+    return found | {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
+def git_commit() -> str:
+    """Commit of the working tree that this package lies in, with -dirty where it was changed; empty outside git."""
+    here = Path(__file__).parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,194 @@
+"""What happens every so often: log, evaluate, save. A hook reads the state; none of them changes what is trained."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+from qat_lora.errors import TrainingError
+from qat_lora.runtime import Runtime
+from qat_lora.train.optim import swapped_in
+from qat_lora.train.state import StepInfo, TrainState
+
+log = logging.getLogger(__name__)
+
+COLUMNS = ("step", "loss", "grad_norm", "lr", "eval_kl", "tokens", "seconds")
+
+
+@dataclass
+class LossLog:
+    """Rows of loss.csv, kept in memory and on disk; a resumed run goes on behind the rows of its own past."""
+
+    path: Path
+    rows: list[dict[str, float]] = field(default_factory=list)
+
+    def open_at(self, step: int) -> None:
+        """Keep the rows of up to `step` steps done and forget the rest."""
+        if step and self.path.exists():
+            with self.path.open(newline="") as stream:
+                read = [{k: float(v) if v else math.nan for k, v in row.items()} for row in csv.DictReader(stream)]
+            self.rows = [row for row in read if row["step"] <= step]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, COLUMNS)
+            writer.writeheader()
+            writer.writerows(_readable(row) for row in self.rows)
+
+    def add(self, **values: float) -> None:
+        """Append one row; columns without a value stay empty."""
+        row = {name: float(values.get(name, math.nan)) for name in COLUMNS}
+        self.rows.append(row)
+        with self.path.open("a", newline="") as stream:
+            csv.DictWriter(stream, COLUMNS).writerow(_readable(row))
+
+
+class LogHook:
+    """Reads the loss every so often, writes it down, and stops a run whose loss is no number."""
+
+    def __init__(self, losses: LossLog, runtime: Runtime, *, every: int) -> None:
+        """Log every `every` steps."""
+        self.every = every
+        self._losses = losses
+        self._runtime = runtime
+
+    def start(self, state: TrainState) -> None:
+        """Open the log at the state's step."""
+        self._losses.open_at(state.step)
+
+    def after_step(self, state: TrainState, info: StepInfo) -> None:
+        """Write a row, once the values can be read without stalling the device."""
+        self._runtime.log_later(lambda loss, norm: self._write(info, loss, norm), info.loss, info.grad_norm)
+
+    def end(self, state: TrainState) -> None:
+        """Nothing: the rows are on disk."""
+
+    def _write(self, info: StepInfo, loss: float, norm: float) -> None:
+        if not math.isfinite(loss):
+            raise TrainingError(f"the loss is {loss} at step {info.step} (lr {info.lr:.3g}); lower --lr or --clip-norm.")
+        log.info("step %d loss %.4f |g| %.3g lr %.3g %.3f s", info.step, loss, norm, info.lr, info.seconds)
+        self._losses.add(
+            step=info.step, loss=loss, grad_norm=norm, lr=info.lr, tokens=info.tokens, seconds=info.seconds
+        )
+
+
+class EvalHook:
+    """Held-out KL before the first step, every so often, and at the end; keeps the best student."""
+
+    def __init__(
+        self,
+        evaluate: Callable[[], float],
+        losses: LossLog,
+        save_best: Callable[[TrainState], None],
+        *,
+        every: int,
+    ) -> None:
+        """`evaluate` returns the KL of the model as it is; `save_best` writes best.pt."""
+        self.every = every
+        self._evaluate = evaluate
+        self._losses = losses
+        self._save_best = save_best
+        self._evaluated_step = -1
+
+    def start(self, state: TrainState) -> None:
+        """Evaluate what the run starts from, unless a resumed run has done so."""
+        if state.step == 0:
+            self._run(state)
+            state.first_kl = state.last_kl
+
+    def after_step(self, state: TrainState, info: StepInfo) -> None:
+        """Evaluate."""
+        self._run(state)
+
+    def end(self, state: TrainState) -> None:
+        """Evaluate the end, and say so where it is worse than the start."""
+        if self._evaluated_step != state.step:
+            self._run(state)
+        if state.last_kl > state.first_kl:
+            log.warning(
+                "the run ends worse than it began: held-out KL %.4f after %d steps, %.4f before; "
+                "best.pt holds step %d with %.4f. Lower --lr, or train longer.",
+                state.last_kl, state.step, state.first_kl, state.best_step, state.best_kl,
+            )  # fmt: skip
+
+    def _run(self, state: TrainState) -> None:
+        with swapped_in(state.ema, state.trained):
+            state.last_kl = self._evaluate()
+            if state.last_kl < state.best_kl:
+                state.best_kl, state.best_step = state.last_kl, state.step
+                self._save_best(state)
+        self._evaluated_step = state.step
+        self._losses.add(step=state.step, eval_kl=state.last_kl)
+        log.info("step %d held-out KL %.4f", state.step, state.last_kl)
+
+
+class CheckpointHook:
+    """Writes numbered checkpoints and last.pt every so often and at the end."""
+
+    def __init__(self, save: Callable[[TrainState], None], *, every: int) -> None:
+        """`save` writes one checkpoint of the state."""
+        self.every = every
+        self._save = save
+        self._saved_step = -1
+
+    def start(self, state: TrainState) -> None:
+        """Nothing: a resumed run has its checkpoint, a fresh one has nothing to lose."""
+        self._saved_step = state.step
+
+    def after_step(self, state: TrainState, info: StepInfo) -> None:
+        """Save."""
+        self._save(state)
+        self._saved_step = state.step
+
+    def end(self, state: TrainState) -> None:
+        """Save the end."""
+        if self._saved_step != state.step:
+            self._save(state)
+
+
+class SpeedHook:
+    """Counts tokens and the host's seconds in steps, evaluation and saving left out."""
+
+    every = 1
+
+    def __init__(self) -> None:
+        """Start from nothing."""
+        self._steps = self._tokens = 0
+        self._seconds = 0.0
+
+    def start(self, state: TrainState) -> None:
+        """Nothing."""
+
+    def after_step(self, state: TrainState, info: StepInfo) -> None:
+        """Add the step."""
+        self._steps += 1
+        self._tokens += info.tokens
+        self._seconds += info.seconds
+
+    def end(self, state: TrainState) -> None:
+        """Nothing."""
+
+    def summary(self, state: TrainState, runtime: Runtime) -> dict[str, float | int]:
+        """What summary.json holds; speed is that of this launch, tokens are over all ranks."""
+        tokens = self._tokens * runtime.world_size
+        return {
+            "steps": state.step,
+            "tokens": tokens,
+            "seconds_per_step": self._seconds / max(1, self._steps),
+            "tokens_per_second": tokens / max(self._seconds, 1e-9),
+            "peak_bytes": runtime.memory().peak_bytes,
+            "first_kl": state.first_kl,
+            "best_kl": state.best_kl,
+            "best_step": state.best_step,
+            "last_kl": state.last_kl,
+        }
+
+
+def _readable(row: dict[str, float]) -> dict[str, str]:
+    return {name: "" if math.isnan(value) else f"{value:.9g}" for name, value in row.items()}
+
+

@@ -1,0 +1,158 @@
+"""What a step minimises: distillation against the cache, and whatever is mixed into it.
+
+Legend: B rows, T positions, S = B * T flattened positions, K cached candidates, V vocabulary, H hidden.
+
+Every term is a sum over counted positions divided by one global count (over micro-batches and ranks), so that neither
+accumulation nor ranks nor padding can change a gradient. The counts depend on the batches alone, hence are known before
+the first forward; each chunk of the head can then be weighed, and its gradient taken, as soon as its logits exist.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from qat_lora import models
+from qat_lora.config import KDConfig
+from qat_lora.kd import (
+    CacheManifest,
+    Head,
+    chunked_head_loss,
+    hard_top1,
+    label_mask,
+    next_token_ce,
+    next_tokens,
+    position_mask,
+    sparse_kl,
+    targets,
+)
+from qat_lora.runtime import Runtime
+
+Batch = dict[str, Tensor]
+ChunkLoss = Callable[[Tensor, slice], Tensor]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Positions that a step counts, over all its micro-batches and ranks, as float32 scalars of at least 1.
+
+    Attributes:
+        positions: with a cached target. labels: with a next token. anchors: of anchor rows.
+    """
+
+    positions: Tensor
+    labels: Tensor
+    anchors: Tensor
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """Fixed rows and the starting model's own distribution on them, in the form of the cache. The batch is on the device."""
+
+    batch: Batch
+    manifest: CacheManifest
+
+    def rows(self, position: int, size: int, runtime: Runtime) -> Batch:
+        """The `size` rows of a micro-batch, taken in turn over positions and ranks, so that every row has its share."""
+        total = self.batch["input_ids"].shape[0]
+        first = (position * runtime.world_size + runtime.rank) * size
+        pick = torch.tensor([(first + i) % total for i in range(size)], device=runtime.device)
+        return {name: x.index_select(0, pick) for name, x in self.batch.items()}
+
+
+class KDObjective:
+    """(1 - alpha) * (KD + w_hard * CE to the teacher's top-1) + alpha * next-token CE + w_anchor * KL to the start.
+
+    KD is T^2 * KL(teacher_T || student_T), the teacher sparse from the cache (see `qat_lora.kd.sparse_kl`).
+    """
+
+    def __init__(
+        self,
+        kd: KDConfig,
+        manifest: CacheManifest,
+        runtime: Runtime,
+        *,
+        total_steps: int,
+        anchor: Anchor | None = None,
+    ) -> None:
+        """Take the settings, the manifest of the cache that the batches come from, and the anchor rows if any."""
+        self.kd = kd
+        self.manifest = manifest
+        self.runtime = runtime
+        self.total_steps = total_steps
+        self.anchor = anchor
+
+    def counts(self, batches: list[Batch], *, position: int) -> Counts:
+        """Global counts of one optimizer step whose first micro-batch is `position`, without a host read."""
+        positions = sum(_masks(b)[0].sum() for b in batches)
+        labels = sum(_masks(b)[1].sum() for b in batches)
+        anchors = torch.zeros_like(positions)
+        if self.anchor is not None:
+            parts = [self._anchor_rows(b, position + i) for i, b in enumerate(batches)]
+            anchors = sum(_masks(part)[0].sum() for part in parts)
+        local = torch.stack([positions, labels, anchors]).float()
+        return Counts(*self.runtime.all_reduce_sum(local).clamp(min=1.0).unbind())
+
+    def losses(self, model: nn.Module, batch: Batch, counts: Counts, *, step: int, position: int) -> Iterator[Tensor]:
+        """Yield the scalars to run backward on, one after the other, so that only one graph is alive at a time."""
+        yield self._kd_loss(model, batch, counts, step)
+        if self.anchor is not None:
+            part = self._anchor_rows(batch, position)
+            yield self.kd.anchor_kl_weight * self._anchor_loss(model, part, counts)
+
+    def hard_weight_at(self, step: int) -> float:
+        """Weight of the hard top-1 term, annealed to 0 over the run where that is asked for."""
+        share = min(1.0, step / self.total_steps)
+        factor = {"none": 1.0, "linear": 1.0 - share, "cosine": 0.5 * (1.0 + math.cos(math.pi * share))}
+        return self.kd.hard_weight * factor[self.kd.hard_anneal]
+
+    def _kd_loss(self, model: nn.Module, batch: Batch, counts: Counts, step: int) -> Tensor:
+        kd, alpha, hard_weight = self.kd, self.kd.ce_alpha, self.hard_weight_at(step)
+        target = targets(batch, kd.temperature, self.manifest)
+        mask_S, label_mask_S = (mask.flatten() for mask in _masks(batch))
+        labels_S = next_tokens(batch["input_ids"]).flatten()
+
+        def chunk_loss(logits_CV: Tensor, rows: slice) -> Tensor:
+            part = target.at(rows)
+            loss = sparse_kl(logits_CV, part, mask_S[rows], temperature=kd.temperature, support=kd.support).total
+            if kd.hard_weight:
+                loss = loss + hard_weight * hard_top1(logits_CV, part, mask_S[rows]).total
+            loss = loss / counts.positions
+            if alpha:
+                ce = next_token_ce(logits_CV, labels_S[rows], label_mask_S[rows]).total
+                loss = (1.0 - alpha) * loss + alpha * ce / counts.labels
+            return loss
+
+        return self._through_head(model, batch["input_ids"], chunk_loss)
+
+    def _anchor_loss(self, model: nn.Module, part: Batch, counts: Counts) -> Tensor:
+        assert self.anchor is not None
+        target = targets(part, 1.0, self.anchor.manifest)
+        mask_S = _masks(part)[0].flatten()
+
+        def chunk_loss(logits_CV: Tensor, rows: slice) -> Tensor:
+            kl = sparse_kl(logits_CV, target.at(rows), mask_S[rows], temperature=1.0, support="full")
+            return kl.total / counts.anchors
+
+        return self._through_head(model, part["input_ids"], chunk_loss)
+
+    def _anchor_rows(self, batch: Batch, position: int) -> Batch:
+        assert self.anchor is not None
+        return self.anchor.rows(position, batch["input_ids"].shape[0], self.runtime)
+
+    def _through_head(self, model: nn.Module, ids_BT: Tensor, chunk_loss: ChunkLoss) -> Tensor:
+        with self.runtime.autocast():
+            hidden_BTH = models.trunk_hidden(model, ids_BT)
+        hidden_SH = hidden_BTH.flatten(0, 1)
+        head = Head(*models.head_parts(model, hidden_SH.dtype))
+        return chunked_head_loss(hidden_SH, head, chunk_loss, chunk_tokens=self.kd.chunk_tokens)
+
+
+def _masks(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Which positions [B, T] have a cached target, and which a next token."""
+    row_length = batch["input_ids"].shape[1]
+    return position_mask(batch["length"], row_length), label_mask(batch["length"], row_length)

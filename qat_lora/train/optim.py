@@ -1,0 +1,90 @@
+"""AdamW, its schedule as a pure function of the step, clipping, and the moving average of the weights."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from qat_lora.config import OptimConfig
+
+
+def build_optimizer(
+    weights: Iterable[nn.Parameter], scales: Iterable[nn.Parameter], optim: OptimConfig
+) -> torch.optim.AdamW:
+    """AdamW with one group for weights and one, slower and never decayed, for scales, offsets and LUTs.
+
+    The moments exist before the first step, so that a lazily traced graph is the same at every step.
+    """
+    groups = [
+        {"params": list(weights), "lr_ratio": 1.0, "weight_decay": optim.weight_decay},
+        {"params": list(scales), "lr_ratio": optim.scale_lr_ratio, "weight_decay": 0.0},
+    ]
+    groups = [g for g in groups if g["params"]]
+    device = groups[0]["params"][0].device.type  # type: ignore[index]
+    fused = device in ("cpu", "cuda")
+    optimizer = torch.optim.AdamW(
+        groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=fused or None
+    )
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            step_device = p.device if fused else torch.device("cpu")
+            optimizer.state[p] = {
+                "step": torch.zeros((), dtype=torch.float32, device=step_device),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+    return optimizer
+
+
+def lr_at(step: int, total_steps: int, optim: OptimConfig) -> float:
+    """Learning rate of step `step`: linear warm-up from lr / warmup_steps, then a cosine down to min_lr_ratio * lr.
+
+    Never 0 at the start: a learning rate of 0 is a constant that XLA compiles a graph of its own for.
+    """
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    span = max(1, total_steps - optim.warmup_steps)
+    share = min(1.0, (step - optim.warmup_steps) / span)
+    floor = optim.min_lr_ratio
+    return optim.lr * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * share)))
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set every group's learning rate to its share of `lr`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_ratio"]
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], clip_norm: float) -> Tensor:
+    """Scale all gradients so that their joint 2-norm is at most `clip_norm` (0: leave them); return the norm before."""
+    bound = clip_norm if clip_norm > 0 else math.inf
+    return torch.nn.utils.clip_grad_norm_(parameters, bound)
+
+
+@torch.no_grad()
+def update_ema(ema: Mapping[str, Tensor], trained: Mapping[str, nn.Parameter], decay: float) -> None:
+    """ema <- decay * ema + (1 - decay) * weight, in place."""
+    for name, average in ema.items():
+        average.lerp_(trained[name].detach(), 1.0 - decay)
+
+
+@contextlib.contextmanager
+def swapped_in(ema: Mapping[str, Tensor], trained: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Let the trained parameters hold their moving averages within the block; nothing where there are none."""
+    _swap(ema, trained)
+    try:
+        yield
+    finally:
+        _swap(ema, trained)
+
+
+@torch.no_grad()
+def _swap(ema: Mapping[str, Tensor], trained: Mapping[str, nn.Parameter]) -> None:
+    for name, average in ema.items():
+        held = trained[name].detach().clone()
+        trained[name].copy_(average)
+        average.copy_(held)

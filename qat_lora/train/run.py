@@ -1,0 +1,268 @@
+"""QAT and recovery as whole runs: open, check, wire, train, summarise. The stages differ in the lines that build them.
+
+Everything that can be wrong with a run (config x model x cache x device) is found before the first step, since on a TPU a bad
+shape costs minutes of compilation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from qat_lora import adapters, models
+from qat_lora.config import QatRun, QuantScheme, RecoveryRun
+from qat_lora.errors import CheckpointError, ConfigError
+from qat_lora.evaluate import cached_kl
+from qat_lora.files import check_writable, write_json
+from qat_lora.kd import KDCacheDataset
+from qat_lora.quant import freeze_codes
+from qat_lora.runtime import Runtime
+from qat_lora.settings import from_json, to_json
+from qat_lora.train.anchor import build_anchor
+from qat_lora.train.checkpoint import (
+    check_identity,
+    git_commit,
+    load_checkpoint,
+    load_tensors,
+    restore,
+    resume_state,
+    save_numbered,
+    student_checkpoint,
+    versions,
+)
+from qat_lora.train.hooks import CheckpointHook, EvalHook, LogHook, LossLog, SpeedHook
+from qat_lora.train.loop import Hook, train
+from qat_lora.train.objective import Anchor, KDObjective
+from qat_lora.train.optim import build_optimizer
+from qat_lora.train.plot import write_loss_png
+from qat_lora.train.state import TrainState
+from qat_lora.train.student import restored, round_to_nearest, student_tensors, trained_parameters
+
+log = logging.getLogger(__name__)
+
+Launch = Literal["new", "resume", "from_scratch"]
+
+# What may differ between a run and its resumption: none of these changes a step that is already done.
+_FREE_ON_RESUME = ("output", "place", "max_steps", "log_every", "eval_every", "save_every", "keep_last", "preload")
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A finished run: its folder's best student, its curves, and the state it ended in."""
+
+    best: Path
+    losses: LossLog
+    state: TrainState
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What QAT and recovery fill in differently: a placed model, what of it is trained, and what a checkpoint must hold."""
+
+    model: nn.Module
+    scheme: QuantScheme
+    weights: dict[str, nn.Parameter]
+    scales: dict[str, nn.Parameter]
+    student: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What both stages open and check first."""
+
+    dataset: KDCacheDataset
+    held_out: KDCacheDataset
+    loaded: models.Loaded
+    resumed: dict[str, Any] | None
+
+
+def run_qat(run: QatRun, runtime: Runtime, *, launch: Launch = "new", hooks: Sequence[Hook] = ()) -> RunResult:
+    """Train a quantised student against a cache; raises a QatLoraError before the first step where something does not fit."""
+    if run.checkpoint and launch == "from_scratch":
+        raise ConfigError(f"--from-scratch contradicts --checkpoint {run.checkpoint}; drop one of them.")
+    inputs = _open(run, runtime, launch)
+    model, scheme = inputs.loaded.model, run.scheme
+    torch.manual_seed(run.loop.seed)
+    if inputs.resumed is not None:
+        restored(model, inputs.resumed, scheme, run.output / "last.pt")
+    elif run.checkpoint:
+        path = Path(run.checkpoint)
+        content = load_checkpoint(path, kind=QatRun.command)
+        check_identity(content, inputs.loaded.identity, path)
+        scheme = from_json(QuantScheme, content["scheme"])
+        restored(model, content, scheme, path)
+    else:
+        round_to_nearest(model, scheme)
+    runtime.place(model)
+    stage = _Stage(model, scheme, *trained_parameters(model, run.train), student_tensors(model))
+    return _fit(run, runtime, inputs, stage, hooks)
+
+
+def run_recovery(
+    run: RecoveryRun, runtime: Runtime, *, launch: Launch = "new", hooks: Sequence[Hook] = ()
+) -> RunResult:
+    """Freeze a student and train LoRA adapters on it against a cache."""
+    if not run.checkpoint:
+        raise ConfigError("recovery starts from a student, but checkpoint is empty; give --checkpoint runs/qat/best.pt.")
+    path = Path(run.checkpoint)
+    content = load_checkpoint(path, kind=QatRun.command)
+    run = dataclasses.replace(run, model=run.model or content["identity"]["name"])
+    inputs = _open(run, runtime, launch)
+    check_identity(content, inputs.loaded.identity, path)
+    torch.manual_seed(run.loop.seed)
+    scheme = from_json(QuantScheme, content["scheme"])
+    model = restored(inputs.loaded.model, content, scheme, path)
+    freeze_codes(model)
+    student = student_tensors(model)  # under the model's own names, before peft wraps it
+    targets = models.target_linears(model)
+    adapted = adapters.attach(model, targets, run.adapter, base_name=inputs.loaded.identity.name)
+    runtime.place(adapted)
+    weights = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    return _fit(run, runtime, inputs, _Stage(adapted, scheme, weights, {}, student), hooks)
+
+
+def _open(run: QatRun | RecoveryRun, runtime: Runtime, launch: Launch) -> _Inputs:
+    """Open cache, model and, on resumption, last.pt; check that they, the settings and the output folder go together."""
+    last = run.output / "last.pt"
+    if launch == "new" and last.exists():
+        raise ConfigError(
+            f"{run.output} holds a run already; go on with --resume, start anew with --from-scratch, "
+            "or give another --output."
+        )
+    dataset, held_out = (_split(run, runtime, split) for split in ("train", "eval"))
+    dataset.require(temperature=run.kd.temperature)
+    loaded = models.load(run.model or dataset.manifest.teacher)
+    identity = loaded.identity
+    dataset.require(
+        vocab_size=identity.vocab_size, teacher_digest=identity.weights, tokenizer_digest=identity.tokenizer
+    )
+    models.check_context(loaded.model, dataset.manifest.seq_len)
+    models.check_head(loaded.model)
+    resumed = None
+    if launch == "resume" and last.exists():
+        resumed = load_checkpoint(last, kind=run.command)
+        check_identity(resumed, identity, last)
+        _check_same_run(resumed["run"], to_json(run), last)
+    check_writable(run.output)
+    return _Inputs(dataset, held_out, loaded, resumed)
+
+
+def _split(run: QatRun | RecoveryRun, runtime: Runtime, split: Literal["train", "eval"]) -> KDCacheDataset:
+    return KDCacheDataset(
+        run.cache_dir,
+        rank=runtime.rank,
+        world_size=runtime.world_size,
+        preload=run.loop.preload,
+        seed=run.loop.seed,
+        split=split,
+        eval_fraction=run.loop.eval_fraction,
+    )
+
+
+def _fit(
+    run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, stage: _Stage, extra_hooks: Sequence[Hook]
+) -> RunResult:
+    optimizer = build_optimizer(stage.weights.values(), stage.scales.values(), run.optim)
+    state = TrainState(stage.model, stage.weights | stage.scales, optimizer)
+    if run.optim.ema_decay:
+        state.ema = {name: p.detach().clone() for name, p in state.trained.items()}
+    anchor = _anchor(run, runtime, inputs, stage.model)
+    if inputs.resumed is not None:
+        restore(state, inputs.resumed, run.output / "last.pt")
+        log.info("resuming %s at step %d", run.output, state.step)
+    manifest = inputs.dataset.manifest
+    objective = KDObjective(run.kd, manifest, runtime, total_steps=run.loop.max_steps, anchor=anchor)
+    losses, speed = LossLog(run.output / "loss.csv"), SpeedHook()
+    hooks = [*_hooks(run, runtime, inputs, stage, losses), speed, *extra_hooks]
+    if runtime.rank == 0:
+        write_json(run.output / "run.json", _record(run, inputs.loaded))
+    batches = inputs.dataset.batches(run.loop.batch_size, position=state.step * run.loop.accumulation_steps)
+    train(state, batches, objective, loop=run.loop, optim=run.optim, runtime=runtime, hooks=hooks)
+    if runtime.rank == 0:
+        write_json(run.output / "summary.json", speed.summary(state, runtime))
+        write_loss_png(run.output / "loss.png", losses.rows, title=f"{run.command} ({run.output.name})")
+    return RunResult(run.output / "best.pt", losses, state)
+
+
+def _anchor(run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, model: nn.Module) -> Anchor | None:
+    """Anchor rows of the model as the run first began: a resumed run reads back the ones that its beginning wrote."""
+    if not run.kd.anchor_kl_weight:
+        return None
+    log.info("computing the anchor rows' targets")
+    path = run.output / "anchor.pt"
+    fresh = build_anchor(
+        model,
+        inputs.dataset,
+        samples=run.kd.anchor_samples,
+        batch_size=run.loop.batch_size,
+        chunk_tokens=run.kd.chunk_tokens,
+        runtime=runtime,
+    )
+    if inputs.resumed is None:
+        runtime.save({name: x.cpu() for name, x in fresh.batch.items()}, path)
+        return fresh
+    return Anchor(runtime.to_device(load_tensors(path)), fresh.manifest)
+
+
+def _hooks(
+    run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, stage: _Stage, losses: LossLog
+) -> list[Hook]:
+    """Log, evaluate, save, in this order: a checkpoint knows the evaluation of its own step."""
+    loop = run.loop
+
+    def evaluate() -> float:
+        batches = itertools.islice(inputs.held_out.eval_batches(loop.batch_size), -(-loop.eval_rows // loop.batch_size))
+        return cached_kl(
+            stage.model, batches, inputs.held_out.manifest, runtime=runtime, chunk_tokens=run.kd.chunk_tokens
+        )
+
+    def content(state: TrainState) -> dict[str, Any]:
+        found = student_checkpoint(run, inputs.loaded.identity, stage.student, stage.scheme)
+        found["metrics"] = {"held_out_kl": state.last_kl, "first_kl": state.first_kl, "step": state.step}
+        if isinstance(run, RecoveryRun):
+            found["adapters"] = {k: v.detach().cpu() for k, v in adapters.adapter_tensors(stage.model).items()}
+        return found
+
+    def save_best(state: TrainState) -> None:
+        runtime.save(content(state), run.output / "best.pt")
+
+    def save(state: TrainState) -> None:
+        save_numbered(content(state) | resume_state(state), run.output, state.step, loop.keep_last, runtime)
+
+    return [
+        LogHook(losses, runtime, every=loop.log_every),
+        EvalHook(evaluate, losses, save_best, every=loop.eval_every),
+        CheckpointHook(save, every=loop.save_every),
+    ]
+
+
+def _record(run: QatRun | RecoveryRun, loaded: models.Loaded) -> dict[str, Any]:
+    return {
+        "command": run.command,
+        "config": to_json(run),
+        "model": dataclasses.asdict(loaded.identity),
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }
+
+
+def _check_same_run(saved: dict[str, Any], asked: dict[str, Any], path: Path, prefix: str = "") -> None:
+    """Raise CheckpointError at the first setting that would make the resumed run another one."""
+    for key, value in asked.items():
+        if key in _FREE_ON_RESUME:
+            continue
+        if isinstance(value, dict):
+            _check_same_run(saved[key], value, path, f"{prefix}{key}.")
+        elif saved[key] != value:
+            raise CheckpointError(
+                f"{path} was made with {prefix}{key}={saved[key]}, this run has {value}; resume with the same value, or "
+                "start another run in another --output."
+            )

@@ -1,0 +1,57 @@
+"""One optimizer step, for every stage, device and number of ranks. No I/O, no host reads.
+
+The order of acts: for each micro-batch forward, `mark_step`, backward, `mark_step`; then reduce, clip, optimizer,
+schedule, moving average, zero, `mark_step`.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from qat_lora.config import OptimConfig
+from qat_lora.runtime import Runtime
+from qat_lora.train.objective import Batch, KDObjective
+from qat_lora.train.optim import clip_gradients, lr_at, set_lr, update_ema
+from qat_lora.train.state import StepInfo, TrainState
+
+
+def train_step(
+    state: TrainState, micro_batches: list[Batch], objective: KDObjective, optim: OptimConfig, runtime: Runtime
+) -> StepInfo:
+    """Advance the state by one optimizer step over the micro-batches (on the device) and say what it did."""
+    started = time.perf_counter()
+    first_position = state.step * len(micro_batches)
+    loss = accumulate_gradients(state, micro_batches, objective, runtime, first_position=first_position)
+    runtime.reduce_gradients(state.optimizer)
+    grad_norm = clip_gradients(state.trained.values(), optim.clip_norm)
+    lr = lr_at(state.step, objective.total_steps, optim)
+    set_lr(state.optimizer, lr)
+    state.optimizer.step()
+    update_ema(state.ema, state.trained, optim.ema_decay)
+    runtime.zero_grad(state.optimizer)
+    runtime.mark_step()
+    state.step += 1
+    tokens = sum(batch["input_ids"].numel() for batch in micro_batches)
+    return StepInfo(state.step, loss, grad_norm, lr, tokens, time.perf_counter() - started)
+
+
+def accumulate_gradients(
+    state: TrainState, micro_batches: list[Batch], objective: KDObjective, runtime: Runtime, *, first_position: int
+) -> torch.Tensor:
+    """Add the gradient of the mean loss over all micro-batches and ranks to `.grad`; return this loss, as a scalar tensor.
+
+    The losses are sums divided by global counts, and `reduce_gradients` takes the mean over ranks: hence the factor
+    `world_size`.
+    """
+    counts = objective.counts(micro_batches, position=first_position)
+    total = torch.zeros((), device=runtime.device)
+    for index, batch in enumerate(micro_batches):
+        position = first_position + index
+        for loss in objective.losses(state.model, batch, counts, step=state.step, position=position):
+            runtime.mark_step()
+            (loss * runtime.world_size).backward()
+            runtime.mark_step()
+            total = total + loss.detach()
+    return runtime.all_reduce_sum(total)

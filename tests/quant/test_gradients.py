@@ -1,0 +1,116 @@
+"""Gradients of everything that can be trained, against the oracle and against finite differences with codes held."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from qat_lora.config import LinearQuant
+from qat_lora.quant import QuantLinear, fake_quantize
+from tests.quant.forms import SHAPES, form_name, forms, linear_of, weight_of
+from tests.reference import quant as oracle
+
+
+@pytest.mark.parametrize("form", forms(), ids=form_name)
+def test_gradients_equal_the_oracle(form):
+    for out_features, in_features, group_size in SHAPES:
+        form = LinearQuant(form.bits, form.levels, form.scales, group_size, rank=3)
+        quantizer = QuantLinear.from_linear(linear_of(weight_of(out_features, in_features)), form).quantizer
+        weight_OI = weight_of(out_features, in_features, seed=2).requires_grad_()
+        parts = [quantizer.scale(), quantizer.levels(), quantizer.offset()]
+        leaves = [None if p is None else p.detach().requires_grad_() for p in parts]
+        grad_OI = weight_of(out_features, in_features, seed=3)
+        fake_quantize(weight_OI, *leaves, form).backward(grad_OI)
+        arrays = [None if p is None else p.detach().numpy() for p in parts]
+        codes = quantizer.encode(weight_OI).numpy()
+        expected = oracle.gradients(grad_OI.numpy(), codes, *arrays, group_size)
+        assert torch.equal(weight_OI.grad, grad_OI)  # straight through: the very same gradient
+        for name, leaf in zip(("scale", "levels", "offset"), leaves, strict=True):
+            if leaf is not None:
+                assert leaf.grad.shape == leaf.shape
+                size = np.abs(expected[name]).max() + 1e-12
+                assert np.abs(leaf.grad.numpy() - expected[name]).max() <= 2e-6 * size * in_features**0.5, name
+
+
+@pytest.mark.parametrize("form", forms(group_size=8), ids=form_name)
+def test_parameter_gradients_equal_finite_differences_with_codes_held(form):
+    form = LinearQuant(form.bits, form.levels, form.scales, 8, rank=3, scale_dtype="float32")
+    layer = QuantLinear.from_linear(linear_of(weight_of(5, 21)), form)
+    quantizer = layer.quantizer
+    grad_OI = weight_of(5, 21, seed=3)
+    quantizer(layer.weight).backward(grad_OI)
+    codes_OI = quantizer.encode(layer.weight).long()
+    assert torch.equal(layer.weight.grad, grad_OI)
+    parameters = dict(quantizer.named_parameters())
+    values = {name: p.detach().double() for name, p in parameters.items()}
+    for name, parameter in parameters.items():
+        for index in range(0, parameter.numel(), max(1, parameter.numel() // 7)):
+            slope = _slope(values, name, index, grad_OI, codes_OI, quantizer.levels().detach(), form)
+            size = float(parameter.grad.abs().max()) + 1e-9
+            assert abs(float(parameter.grad.view(-1)[index]) - slope) < 1e-5 * size, (name, index)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rounding_of_stored_values_passes_gradients_unchanged(dtype):
+    exact, rounded = (
+        QuantLinear.from_linear(linear_of(weight_of(4, 16)), LinearQuant(levels="affine", scale_dtype=name))
+        for name in (dtype, dtype)
+    )
+    with torch.no_grad():  # nudge below the resolution of the dtype: same stored values, same gradient
+        rounded.quantizer.scale.scale_OG.mul_(1 + 1e-5)
+    for layer in (exact, rounded):
+        layer.quantizer(layer.weight).square().sum().backward()
+    assert torch.equal(exact.quantizer.scale(), rounded.quantizer.scale())
+    assert torch.equal(exact.quantizer.scale.scale_OG.grad, rounded.quantizer.scale.scale_OG.grad)
+
+
+def test_nothing_is_saved_for_backward_when_only_the_weight_is_trained():
+    for levels in ("int", "affine", "nf4"):
+        layer = QuantLinear.from_linear(linear_of(weight_of(8, 64)), LinearQuant(levels=levels))
+        layer.quantizer.requires_grad_(False)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            layer.quantizer(layer.weight).sum().backward()
+        assert saved == []
+        assert torch.equal(layer.weight.grad, torch.ones(8, 64))
+
+
+def test_training_scales_saves_one_byte_per_weight():
+    layer = QuantLinear.from_linear(linear_of(weight_of(8, 64)), LinearQuant(levels="int"))
+    layer.weight.requires_grad_(False)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        layer.quantizer(layer.weight).sum().backward()
+    assert [t.dtype for t in saved if t.numel() == 8 * 64] == [torch.uint8]
+
+
+def test_unused_rank_columns_learn():
+    form = LinearQuant(levels="lut", scales="lowrank", group_size=32, rank=8)  # 2 groups, so 6 columns are unused
+    layer = QuantLinear.from_linear(linear_of(weight_of(16, 64)), form)
+    scale = layer.quantizer.scale
+    assert torch.equal(scale.a_OR[:, 2:], torch.zeros(16, 6))
+    layer.quantizer(layer.weight).square().sum().backward()
+    assert (scale.a_OR.grad.abs().amax(0) > 0).all()
+
+
+def _slope(values, name, index, grad_OI, codes_OI, levels_N, form) -> float:
+    """Central difference of sum grad * W with respect to one number, in float64."""
+    step = 1e-6
+    sums = []
+    for sign in (1, -1):
+        moved = {key: value.clone() for key, value in values.items()}
+        moved[name].view(-1)[index] += sign * step
+        sums.append(float((grad_OI.double() * _rebuild(moved, codes_OI, levels_N.double(), form)).sum()))
+    return (sums[0] - sums[1]) / (2 * step)
+
+
+def _rebuild(values, codes_OI, levels_N, form):
+    group_I = torch.arange(codes_OI.shape[1]) // (codes_OI.shape[1] if form.scales == "channel" else form.group_size)
+    if form.scales == "lowrank":
+        scale_OI = values["scale.a_OR"] @ values["scale.b_RI"]
+    else:
+        scale_OI = values["scale.scale_OG"][:, group_I]
+    levels_N = values.get("levels_N", levels_N)
+    weight_OI = levels_N[codes_OI] * scale_OI
+    return weight_OI + values["offset_OG"][:, group_I] if "offset_OG" in values else weight_OI
