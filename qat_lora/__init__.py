@@ -26,18 +26,18 @@ _HOME = {
 
 __all__ = [*_HOME, "__version__"]  # noqa: PLE0604
 
-if TYPE_CHECKING:
-    from qat_lora.kd import KDCacheDataset, kd_soft_ce
-    from qat_lora.quant import CodedLinear, QuantLinear
-    from qat_lora.runtime.device import (
-        clear_memory,
-        detect_device_type,
-        enable_transparent_hugepages,
-        is_tpu_available,
-        is_xla_device,
-        log_memory_usage,
-        xla_mark_step,
-    )
+if TYPE_CHECKING:  # the same names for type checkers and editors
+    from qat_lora.kd import KDCacheDataset as KDCacheDataset
+    from qat_lora.kd import kd_soft_ce as kd_soft_ce
+    from qat_lora.quant import CodedLinear as CodedLinear
+    from qat_lora.quant import QuantLinear as QuantLinear
+    from qat_lora.runtime.device import clear_memory as clear_memory
+    from qat_lora.runtime.device import detect_device_type as detect_device_type
+    from qat_lora.runtime.device import enable_transparent_hugepages as enable_transparent_hugepages
+    from qat_lora.runtime.device import is_tpu_available as is_tpu_available
+    from qat_lora.runtime.device import is_xla_device as is_xla_device
+    from qat_lora.runtime.device import log_memory_usage as log_memory_usage
+    from qat_lora.runtime.device import xla_mark_step as xla_mark_step
 
 
 def __getattr__(name: str) -> Any:

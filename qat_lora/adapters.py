@@ -1,7 +1,7 @@
 """Recovery LoRA on top of peft: where it goes, how it is attached, saved, loaded and merged.
 
-The adapters are peft's own: y = base(x) + (alpha / r) * B(A(dropout(x))), A [r, in], B [out, r], B zero at the start. This file only
-decides their placement, after Apple's quality-recovery adapters: q, v, o and the MLP, but not k.
+The adapters are peft's own: y = base(x) + (alpha / r) * B(A(dropout(x))), A [r, in], B [out, r], B zero at the start.
+This file only decides their placement, after Apple's quality-recovery adapters: q, v, o and the MLP, but not k.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def placement(targets: Mapping[str, str], config: AdapterConfig) -> list[str]:
 
 
 def attach(model: nn.Module, targets: Mapping[str, str], config: AdapterConfig, *, base_name: str) -> PeftModel:
-    """Wrap a frozen student with fresh adapters; only they require gradients. `base_name` goes into adapter_config.json."""
+    """Wrap a frozen student with fresh adapters; only they require gradients.
+
+    `base_name` goes into adapter_config.json.
+    """
     from peft import LoraConfig, get_peft_model
 
     model.requires_grad_(False)
@@ -65,7 +68,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The adapters' tensors, under peft's own file names."""
     from peft import get_peft_model_state_dict
 
-    return get_peft_model_state_dict(model)
+    return get_peft_model_state_dict(model, save_embedding_layers=False)  # they are the base model's
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -85,7 +88,7 @@ def save(model: PeftModel, folder: Path, *, base_name: str) -> None:
 
 
 def load(model: nn.Module, folder: Path) -> PeftModel:
-    """Load adapters in peft's format on top of a model, as plain peft does; raises CheckpointError where there are none."""
+    """Load adapters in peft's format on top of a model, as plain peft does; raises CheckpointError where none are."""
     from peft import PeftModel
 
     if not (folder / "adapter_config.json").is_file():

@@ -1,7 +1,7 @@
 """Frozen values that describe a run: what they may hold, how they are checked, how they are written down.
 
-Owns the dataclasses and their validation. How such values are read, overridden and written lives in `qat_lora.settings`,
-the named combinations in `qat_lora.presets`, the command-line flags in `qat_lora.cli.flags`.
+Owns the dataclasses and their validation. How such values are read, overridden and written lives in
+`qat_lora.settings`, the named combinations in `qat_lora.presets`, the command-line flags in `qat_lora.cli.flags`.
 
 Every leaf field has a unique name over all groups of a run, so that ``--batch-size`` and ``--set loop.batch_size=`` can
 only mean one thing. A field's help text, and other spellings of its flag, stand in its metadata.
@@ -25,16 +25,18 @@ Support = Literal["full", "candidates"]
 Anneal = Literal["none", "linear", "cosine"]
 Trainable = Literal["weights", "scales", "luts"]
 
+
 @dataclass(frozen=True)
 class LinearQuant:
     """The quantised form of one Linear: W ~ S * L[I] (+ Z), with codes I of `bits` bits.
 
     Attributes:
         bits: width of a stored code: 2, 3, 4 or 8.
-        levels: the grid L. ``balanced`` {.. -1.5 -.5 .5 1.5 ..}, ``int`` {-2^(b-1) .. 2^(b-1)-1}, ``affine`` {0 .. 2^b-1} with
-            an offset Z for each scale, ``ternary`` {-1 0 1} (2 bits), ``nf4`` and ``iq4_nl`` (4 bits), ``lut`` learned.
-        scales: the form of S. One per output ``channel``, one per ``group`` of `group_size` inputs (the last group may be
-            shorter), or ``lowrank``: S = A @ B of rank `rank`.
+        levels: the grid L. ``balanced`` {.. -1.5 -.5 .5 1.5 ..}, ``int`` {-2^(b-1) .. 2^(b-1)-1}, ``affine`` {0 ..
+            2^b-1} with an offset Z for each scale, ``ternary`` {-1 0 1} (2 bits), ``nf4`` and ``iq4_nl`` (4 bits),
+            ``lut`` learned.
+        scales: the form of S. One per output ``channel``, one per ``group`` of `group_size` inputs (the last group
+            may be shorter), or ``lowrank``: S = A @ B of rank `rank`.
         group_size: inputs per group; for ``lowrank`` the groups whose searched scales are factorised to begin with.
         rank: rank of ``lowrank`` scales.
         scale_dtype: what scales, offsets and a LUT are stored as, and rounded to in every forward.
@@ -87,6 +89,8 @@ class KDConfig:
     anchor_kl_weight: float = setting(0.0, "weight of the KL to the model's own start on fixed anchor rows")
     anchor_samples: int = setting(32, "how many anchor rows")
     chunk_tokens: int = setting(256, "tokens whose logits exist at once in the loss")
+    seq_len: int = setting(0, "tokens per row that the cache must have; 0 takes what it has")
+    top_k: int = setting(0, "cached candidates to use per position; 0 uses all that are stored")
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -96,6 +100,8 @@ class KDConfig:
         check_range(self, "anchor_kl_weight", at_least=0.0)
         check_range(self, "anchor_samples", at_least=1)
         check_range(self, "chunk_tokens", at_least=1)
+        check_range(self, "seq_len", at_least=0)
+        check_range(self, "top_k", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -187,7 +193,6 @@ class CacheRun:
         check_range(self, "max_rows", at_least=0)
         if not self.temperatures or any(not t > 0 for t in self.temperatures):
             raise ConfigError(f"temperatures must be positive, but temperatures={self.temperatures}; use 1.0.")
-
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Errors that a person can act on.
 
-Every class here stands for a mistake that the user can mend. The message is one sentence that names the value, the place
-and the fix; the command line prints it without a traceback and exits with code 2. Bugs of ours are ordinary exceptions.
+Every class here stands for a mistake that the user can mend. The message is one sentence that names the value, the
+place and the fix; the command line prints it without a traceback and exits with code 2. Bugs of ours are ordinary
+exceptions.
 """
 
 from __future__ import annotations

@@ -30,8 +30,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise OutputError(f"{path} cannot be written ({reason}); choose another --output or free space.") from None
+        raise _unwritable(path, error) from None
 
 
 def write_json(path: Path, tree: Any) -> None:
@@ -47,10 +46,22 @@ def sha256_file(path: Path) -> str:
 
 
 def check_writable(folder: Path) -> None:
-    """Make a folder and prove, before the long work, that files can be written in it; raises OutputError."""
+    """Prove, before the long work, that files can be written in a folder, and leave no trace; raises OutputError."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     probe = folder / f".probe.{os.getpid()}"
-    write_atomically(probe, lambda stream: stream.write(b""))
-    probe.unlink()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+        for path in missing:  # the deepest first
+            path.rmdir()
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> OutputError:
+    reason = error.strerror or str(error)
+    return OutputError(f"{path} cannot be written ({reason}); choose another --output or free space.")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -40,7 +40,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in evaluation mode, its tokenizer and its identity; `stored_bits` is the width its weights have on disk."""
+    """A model in evaluation mode, its tokenizer and identity; `stored_bits` is the width its weights have on disk."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -49,7 +49,7 @@ class Loaded:
 
 
 def resolve(name: str) -> Path:
-    """Return the local folder of a model: the embedded one, a directory, or a hub snapshot (downloaded where needed)."""
+    """Return the local folder of a model: the embedded one, a directory, or a hub snapshot, downloaded if need be."""
     if name == EMBEDDED:
         return Path(str(files("qat_lora") / "assets" / "teacher"))
     path = Path(name).expanduser()
@@ -76,7 +76,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"no tokenizer can be read in {folder} ({_first_line(error)}); add its tokenizer files.") from None
+        raise ModelError(
+            f"no tokenizer can be read in {folder} ({_first_line(error)}); add its tokenizer files."
+        ) from None
 
 
 def weights_digest(folder: Path) -> str:
@@ -93,7 +95,7 @@ def weights_digest(folder: Path) -> str:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 over what a tokenizer does to text: its serialised pipeline, else its vocabulary; no paths, no templates."""
+    """sha256 over what a tokenizer does to text: its serialised pipeline, else its vocabulary; no paths."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         tree = json.loads(backend.to_str())
@@ -106,11 +108,14 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:
     """Return the transformers causal LM inside a model that peft may have wrapped."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[return-value,operator]
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
 def trunk_hidden(model: nn.Module, input_ids_BT: Tensor) -> Tensor:
-    """Last hidden state [B, T, H] after the final norm. Rows are causal and padded on the right, so no mask is needed."""
+    """Last hidden state [B, T, H] after the final norm.
+
+    Rows are causal and padded on the right, so no mask is needed.
+    """
     trunk = causal_lm(model).base_model
     return trunk(input_ids=input_ids_BT, use_cache=False).last_hidden_state
 
@@ -154,7 +159,9 @@ def check_context(model: nn.Module, seq_len: int) -> None:
     """Raise ModelError where rows are longer than the context that the model knows."""
     context = getattr(causal_lm(model).config.get_text_config(), "max_position_embeddings", None)
     if context is not None and seq_len > context:
-        raise ModelError(f"rows of seq_len={seq_len} tokens exceed the model's context of {context}; use --seq-len {context}.")
+        raise ModelError(
+            f"rows of seq_len={seq_len} tokens exceed the model's context of {context}; use --seq-len {context}."
+        )
 
 
 def target_linears(model: nn.Module) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Named schemes and the settings that suit them: the only table of bits, grids, groups and ranks.
 
-``q4_g32`` reads: 4 bits, one scale per group of 32 inputs. ``q4_r32``: 4 bits, low-rank scales of rank 32. ``q2a4``: MLP in
-2 bits, attention in 4.
+``q4_g32`` reads: 4 bits, one scale per group of 32 inputs. ``q4_r32``: 4 bits, low-rank scales of rank 32. ``q2a4``:
+MLP in 2 bits, attention in 4.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ SCHEMES: dict[str, QuantScheme] = {
     "q2a2": _lut(2, 32, 2, 32),
 }
 
-# Learning rate of the master weights by the smallest width in the scheme: the coarser the grid, the further a weight has to
-# travel before its code changes.
+# Learning rate of the master weights by the smallest width in the scheme: the coarser the grid, the further a weight
+# has to travel before its code changes.
 _LR_BY_BITS = {2: 2e-3, 3: 1e-3, 4: 3e-4, 8: 1e-4}
 
 

@@ -1,7 +1,7 @@
 """Frozen dataclasses as settings: check, override by ``a.b=value``, read from and write to JSON.
 
-Generic over the dataclass: the runs themselves are declared in `qat_lora.config`. Loads neither torch nor files other than
-the settings file it is asked for.
+Generic over the dataclass: the runs themselves are declared in `qat_lora.config`. Loads neither torch nor files other
+than the settings file it is asked for.
 """
 
 from __future__ import annotations
@@ -69,21 +69,8 @@ def leaves(config_class: type, prefix: str = "") -> dict[str, dataclasses.Field[
 
 
 def override(config: T, path: str, value: Any) -> T:
-    """Return a copy of the config with the field at the dotted path set to the value; text is read by the field's type."""
-    head, _, rest = path.partition(".")
-    names = {f.name for f in dataclasses.fields(config)}  # type: ignore[arg-type]
-    if head not in names:
-        place = type(config).__name__
-        raise ConfigError(f"override key {path!r} is not a setting of {place}.{did_you_mean(head, names)}")
-    child = getattr(config, head)
-    if dataclasses.is_dataclass(child) != bool(rest):
-        inner = ", ".join(f.name for f in dataclasses.fields(child)) if dataclasses.is_dataclass(child) else ""
-        fix = f"name one of its settings: {inner}" if inner else f"drop .{rest}"
-        raise ConfigError(f"override key {path!r} does not end at a single setting; {fix}.")
-    if rest:
-        return dataclasses.replace(config, **{head: override(child, rest, value)})  # type: ignore[type-var]
-    hint = get_type_hints(type(config))[head]
-    return dataclasses.replace(config, **{head: parse_value(hint, value, path)})  # type: ignore[type-var]
+    """Return a copy of the config with the field at the dotted path set; text is read by the field's type."""
+    return _override(config, path.split("."), value, path)
 
 
 def override_text(config: T, assignment: str) -> T:
@@ -146,6 +133,25 @@ def load_settings(config: T, path: Path) -> T:
     for dotted, value in _flatten(tree).items():
         config = override(config, dotted, value)
     return config
+
+
+def _override(config: Any, parts: list[str], value: Any, path: str) -> Any:
+    head, rest = parts[0], parts[1:]
+    names = {f.name for f in dataclasses.fields(config)}
+    if head not in names:
+        place = type(config).__name__
+        raise ConfigError(
+            f"override key {path!r} is not a setting: {place} has no {head!r}.{did_you_mean(head, names)}"
+        )
+    child = getattr(config, head)
+    if dataclasses.is_dataclass(child) != bool(rest):
+        inner = ", ".join(f.name for f in dataclasses.fields(child)) if dataclasses.is_dataclass(child) else ""
+        fix = f"name one of its settings: {inner}" if inner else f"drop .{'.'.join(rest)}"
+        raise ConfigError(f"override key {path!r} does not end at a single setting; {fix}.")
+    if rest:
+        return dataclasses.replace(config, **{head: _override(child, rest, value, path)})
+    hint = get_type_hints(type(config))[head]
+    return dataclasses.replace(config, **{head: parse_value(hint, value, path)})
 
 
 def _read_yaml(path: Path) -> Any:

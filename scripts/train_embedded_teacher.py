@@ -247,9 +247,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **libraries, "machine": platform.machine()}
 
 
-def write_teacher(
-    folder: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, record: dict
-) -> None:
+def write_teacher(folder: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, record: dict) -> None:
     """Write a transformers directory in bfloat16, and the record beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     saved = Qwen3ForCausalLM(model.config).bfloat16()

@@ -1,0 +1,1 @@
+"""The command line: `qat-lora` and what the scripts call."""

@@ -55,14 +55,19 @@ def cache(run: CacheRun) -> CacheManifest:
     writer = CacheWriter(run.output, manifest)
     model = runtime.place(loaded.model)
 
-    def hidden(ids_BT: Tensor) -> Tensor:
+    def hidden_states(ids_BT: Tensor) -> Tensor:
         with runtime.autocast():
             return models.trunk_hidden(model, ids_BT)
 
+    head = Head(*models.head_parts(model, runtime.precision.compute))
+
+    def logits(hidden_SH: Tensor) -> Tensor:
+        return head(hidden_SH)
+
     with bar("cache", total=manifest.rows, unit_per_second="tokens/s", units_each=run.seq_len) as update:
         return build_cache(
-            hidden,
-            Head(*models.head_parts(model, runtime.precision.compute)),
+            hidden_states,
+            logits,
             blocks,
             writer,
             batch_size=run.build_batch_size,
@@ -109,9 +114,7 @@ def evaluate_model(
             done += rows
             update(done)
 
-        scores = measure(
-            student, teacher, windows, batch_size=run.eval_batch_size, runtime=runtime, on_batch=on_batch
-        )
+        scores = measure(student, teacher, windows, batch_size=run.eval_batch_size, runtime=runtime, on_batch=on_batch)
     size = size_of(student, stored_bits=loaded.stored_bits)
     return Fidelity(
         run.stage, size.bits_per_weight, scores.perplexity, scores.kl, scores.top1, size.size_bytes, scores.tokens
@@ -197,4 +200,3 @@ def _teacher(run: EvalRun, loaded: models.Loaded) -> nn.Module:
             f"{loaded.identity.vocab_size}; give the teacher that the model comes from."
         )
     return teacher.model
-

@@ -1,7 +1,7 @@
 """The demo: all five steps on the embedded teacher, one table and one picture at the end.
 
-The numbers of steps are chosen so that the whole takes less than five minutes on two cores. Everything it does is what the commands
-do; the one thing of its own is the report.
+The numbers of steps are chosen so that the whole takes less than five minutes on two cores. Everything it does is
+what the commands do; the one thing of its own is the report.
 """
 
 from __future__ import annotations
@@ -86,9 +86,7 @@ def _recovery_run(output: Path, qat: RunResult, place: PlaceConfig, steps_factor
     )
 
 
-def _fidelity(
-    qat_run: QatRun, qat: RunResult, recovery: RunResult, exported: Path, runtime: Runtime
-) -> list[Fidelity]:
+def _fidelity(qat_run: QatRun, qat: RunResult, recovery: RunResult, exported: Path, runtime: Runtime) -> list[Fidelity]:
     """Every stage on the same held-out text against the same teacher; students are read back from their files."""
     run = EvalRun(model=models.EMBEDDED, data="embedded:eval", seq_len=SEQ_LEN, max_rows=EVAL_ROWS)
     teacher = models.load(models.EMBEDDED)

@@ -1,7 +1,8 @@
 """Command-line flags, made from the config dataclasses, so that no script can disagree with another.
 
-Every leaf field of a run becomes ``--its-name``, with the spellings in its metadata beside it; a quantisation scheme is reached by
-``--preset`` and ``--set scheme.mlp.bits=3``. Precedence, weakest first: preset, ``--settings FILE``, flags, ``--set``.
+Every leaf field of a run becomes ``--its-name``, with the spellings in its metadata beside it; a quantisation scheme
+is reached by ``--preset`` and ``--set scheme.mlp.bits=3``. Precedence, weakest first: preset, ``--settings FILE``,
+flags, ``--set``.
 """
 
 from __future__ import annotations
@@ -54,18 +55,26 @@ def add_flags(parser: argparse.ArgumentParser, run_class: type) -> None:
             options["metavar"] = _metavar(hints[path], field.name)
         parser.add_argument(*dict.fromkeys(names), **options)
     if "place.device" in hints:
-        parser.add_argument("--tpu", dest="place.device", action="store_const", const="tpu", help="short for --device tpu")
+        parser.add_argument(
+            "--tpu", dest="place.device", action="store_const", const="tpu", help="short for --device tpu"
+        )
     if "loop.max_steps" in hints:
         for name, text in _LAUNCH_FLAGS.items():
             parser.add_argument(f"--{name.replace('_', '-')}", dest=name, action="store_true", help=text)
-    parser.add_argument("--settings", metavar="FILE", type=Path, help=".json or .yaml file of settings, under the flags")
     parser.add_argument(
-        "--set", metavar="KEY=VALUE", action="append", default=[], help="any setting by its dotted path; may be repeated"
+        "--settings", metavar="FILE", type=Path, help=".json or .yaml file of settings, under the flags"
+    )
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="any setting by its dotted path; may be repeated",
     )
 
 
 def run_from(args: argparse.Namespace, run_class: type) -> AnyRun:
-    """Build the run that the flags describe; raises ConfigError at a value that is out of range or a key that is unknown."""
+    """Build the run that the flags describe; raises ConfigError at a value out of range or an unknown key."""
     given = vars(args)
     run: Any = run_class()
     if run_class is QatRun:
@@ -122,8 +131,6 @@ def _shown(config: Any, path: str) -> str:
 
 
 def _metavar(hint: Any, name: str) -> str:
-    if get_origin(hint) is not None and not get_origin(hint) is tuple:
+    if get_origin(hint) is not None and get_origin(hint) is not tuple:
         return "|".join(str(v) for v in get_args(hint))
     return {int: "N", float: "X", Path: "PATH"}.get(hint, name.upper())
-
-

@@ -1,4 +1,7 @@
-"""`qat-lora`: parse, build the run, call one function, print what came out. A user's mistake is one line and exit code 2."""
+"""`qat-lora`: parse, build the run, call one function, print what came out.
+
+A user's mistake is one line and exit code 2.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ RUNS: dict[str, type] = {r.command: r for r in (CacheRun, QatRun, RecoveryRun, E
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for a user's mistake, 130 when interrupted."""
     try:
-        args = _parser().parse_args(argv)
+        args, unknown = _parser().parse_known_args(argv)
+        if unknown:
+            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         _start_logging(quiet=args.quiet)
         return int(_COMMANDS[args.command](args) or 0)
     except QatLoraError as error:
@@ -113,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(parser=command)
     command.add_argument("--quiet", action="store_true", help="no log lines, only bars, warnings and results")
 
 

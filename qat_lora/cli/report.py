@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from qat_lora.evaluate import Fidelity
-from qat_lora.train.plot import Rows, draw_losses, new_figure, write_png
+from qat_lora.train.plot import Rows, blank_figure, draw_losses, write_png
 
 
 def write_report(path: Path, stages: Sequence[Fidelity], curves: Mapping[str, Rows]) -> None:
     """Draw the curves side by side, and below them KL and top-1 agreement of every stage."""
-    figure = new_figure(width=5.5 * len(curves), height=7.5)
-    top, bottom = figure.subfigures(2, 1)
+    figure = blank_figure(width=5.5 * len(curves), height=7.5)
+    top, bottom = figure.subfigures(2, 1, squeeze=False)[:, 0]
     for axes, (name, rows) in zip(top.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
         draw_losses(axes, rows, title=name)
     kl_axes, top1_axes = bottom.subplots(1, 2)

@@ -71,9 +71,7 @@ def tokenize_blocks(
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be positive, but {name}={value}; use 1 or more.")
     eos = _eos(tokenizer)
-    ids = _first_tokens(
-        _token_arrays(texts, tokenizer, eos), None if max_rows is None else max_rows * seq_len
-    )
+    ids = _first_tokens(_token_arrays(texts, tokenizer, eos), None if max_rows is None else max_rows * seq_len)
     _check_ids(ids, vocab_size)
     rows = -(-len(ids) // seq_len)
     padded = np.full(rows * seq_len, eos, dtype=np.int32)
@@ -87,8 +85,7 @@ def _eos(tokenizer: Tokenizer) -> int:
     eos = tokenizer.eos_token_id
     if eos is None:
         raise DataError(
-            f"The tokenizer {type(tokenizer).__name__} has no eos token to set texts apart; set its "
-            "eos_token."
+            f"The tokenizer {type(tokenizer).__name__} has no eos token to set texts apart; set its eos_token."
         )
     return int(eos)
 

@@ -39,7 +39,7 @@ MIN_LETTER_SHARE = 0.5
 MIN_SHARED_PARAGRAPH_CHARS = 40
 
 _Passage = tuple[str, str]  # heading, which may be empty, and prose
-# Strings are matched only so that a hash sign inside one is not taken for a comment; `tokenize` is far slower.
+# Strings are matched only so that a hash sign inside one is not taken for a comment; `tokenize` is slower.
 _LONG_STRING = r"""'''(?:\\.|[^\\])*?'''|\"\"\"(?:\\.|[^\\])*?\"\"\""""
 _SHORT_STRING = r"""'(?:\\.|[^'\\\n])*'|"(?:\\.|[^"\\\n])*\""""
 _STRING_OR_COMMENT = re.compile(rf"{_LONG_STRING}|{_SHORT_STRING}|(?P<comment>#[^\n]*)", re.DOTALL)
@@ -82,9 +82,7 @@ def _documents(folder: Path) -> dict[Split, tuple[tuple[str, str], ...]]:
     for path in paths:
         if split_of(path) == "eval":
             passages = _distinct(_passages(folder, path), seen)
-            held_out[path] = [
-                (name, prose) for name, prose in passages if taught.isdisjoint(_paragraphs(prose))
-            ]
+            held_out[path] = [(name, prose) for name, prose in passages if taught.isdisjoint(_paragraphs(prose))]
     return {"train": _joined(train), "eval": _joined(held_out)}
 
 
@@ -93,9 +91,7 @@ def _source_paths(folder: Path) -> list[str]:
     paths = []
     for current, subfolders, names in os.walk(folder):
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
-        paths += [
-            (Path(current) / name).relative_to(folder).as_posix() for name in names if name.endswith(".py")
-        ]
+        paths += [(Path(current) / name).relative_to(folder).as_posix() for name in names if name.endswith(".py")]
     if len(paths) < MIN_FILES:
         raise DataError(
             f"The embedded corpus needs the sources of Python's standard library, but {folder} holds "

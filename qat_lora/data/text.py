@@ -94,13 +94,9 @@ def _file_texts(path: Path) -> Iterator[str]:
                 if line.strip():
                     yield _line_text(line, f"{path}:{number}")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{str(path)!r} is not UTF-8 ({error.reason} at byte {error.start}); convert it."
-        ) from error
+        raise DataError(f"{str(path)!r} is not UTF-8 ({error.reason} at byte {error.start}); convert it.") from error
     except OSError as error:
-        raise DataError(
-            f"Cannot read {str(path)!r} ({error.strerror}); check the path and its permissions."
-        ) from error
+        raise DataError(f"Cannot read {str(path)!r} ({error.strerror}); check the path and its permissions.") from error
 
 
 def _line_text(line: str, place: str) -> str:
@@ -126,8 +122,7 @@ def _hub_texts(spec: str) -> Iterator[str]:
         import datasets
     except ImportError as error:
         raise DataError(
-            f"The text source {spec!r} needs the package 'datasets'; pip install 'qat_lora[hf]' or use local "
-            "files."
+            f"The text source {spec!r} needs the package 'datasets'; pip install 'qat_lora[hf]' or use local files."
         ) from error
     logger.info("reading %s (config %s, split %s)", name, config, split)
     try:
@@ -153,8 +148,7 @@ def _hub_parts(spec: str) -> tuple[str, str | None, str]:
     parts = spec.removeprefix(HUB_PREFIX).split(":", 2)
     if not parts[0]:
         raise DataError(
-            f"The text source {spec!r} is malformed; write hf:dataset, hf:dataset:config or "
-            "hf:dataset:config:split."
+            f"The text source {spec!r} is malformed; write hf:dataset, hf:dataset:config or hf:dataset:config:split."
         )
     config = parts[1] if len(parts) > 1 and parts[1] else None
     return parts[0], config, parts[2] if len(parts) > 2 else "train"

@@ -23,8 +23,8 @@ def cached_kl(
 ) -> float:
     """Mean KL(teacher || student) in nats per token at T = 1, the teacher's tail as one bucket, over all positions.
 
-    A lower bound of the full KL, equal to it where the cache holds the whole vocabulary. Leaves the model's mode as it was
-    and uses no random numbers.
+    A lower bound of the full KL, equal to it where the cache holds the whole vocabulary. Leaves the model's mode as
+    it was and uses no random numbers.
     """
     was_training = model.training
     model.eval()
@@ -33,9 +33,7 @@ def cached_kl(
         target = targets(batch, 1.0, manifest)
         mask_S = position_mask(batch["length"], batch["input_ids"].shape[1]).flatten()
 
-        def chunk_kl(
-            logits_CV: Tensor, rows: slice, target: SparseTarget = target, mask_S: Tensor = mask_S
-        ) -> Tensor:
+        def chunk_kl(logits_CV: Tensor, rows: slice, target: SparseTarget = target, mask_S: Tensor = mask_S) -> Tensor:
             return sparse_kl(logits_CV, target.at(rows), mask_S[rows], temperature=1.0, support="full").total
 
         with runtime.autocast():

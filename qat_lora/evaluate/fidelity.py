@@ -26,9 +26,9 @@ class Fidelity:
 
     Attributes:
         stage: which model. bits_per_weight: of the quantised Linears, scales and adapters counted.
-        perplexity: exp of the mean next-token negative log-likelihood, in tokens. kl: mean KL(teacher || student) in nats per
-            token at T = 1. top1: share of positions where both put the same token first. size_bytes: of the whole model as
-            stored. tokens: predictions counted.
+        perplexity: exp of the mean next-token negative log-likelihood, in tokens. kl: mean KL(teacher || student) in
+            nats per token at T = 1. top1: share of positions where both put the same token first. size_bytes: of the
+            whole model as stored. tokens: predictions counted.
     """
 
     stage: str
@@ -79,9 +79,7 @@ def measure(
     return Scores(math.exp(min(nll, 700.0)), kl, same, tokens)
 
 
-def _batch_sums(
-    student: nn.Module, teacher: nn.Module, ids_BT: Tensor, counted_BT: Tensor, runtime: Runtime
-) -> Tensor:
+def _batch_sums(student: nn.Module, teacher: nn.Module, ids_BT: Tensor, counted_BT: Tensor, runtime: Runtime) -> Tensor:
     """Sums of negative log-likelihood, KL and agreement over one batch: [3] float64 on the CPU."""
     on_device = runtime.to_device({"ids": ids_BT, "counted": counted_BT})
     ids, weight_S = on_device["ids"], on_device["counted"].flatten().double()

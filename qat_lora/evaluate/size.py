@@ -15,7 +15,8 @@ class Size:
     """What `size_of` counts.
 
     Attributes:
-        bits_per_weight: bits of codes, scales, offsets, LUTs and adapters over the number of weights in the block Linears.
+        bits_per_weight: bits of codes, scales, offsets, LUTs and adapters over the number of weights in the block
+            Linears.
         size_bytes: of the whole model, embeddings and norms included.
     """
 
@@ -26,8 +27,8 @@ class Size:
 def size_of(model: nn.Module, *, stored_bits: int) -> Size:
     """Count a dense model or a student, with or without adapters.
 
-    Codes count as packed, scales as their dtype says, adapters as their own dtype; all else (dense block Linears, embeddings, norms)
-    at `stored_bits`, the width it has on disk.
+    Codes count as packed, scales as their dtype says, adapters as their own dtype; all else (dense block Linears,
+    embeddings, norms) at `stored_bits`, the width it has on disk.
     """
     report = storage(model)
     adapter_bits = sum(p.numel() * p.element_size() * 8 for name, p in model.named_parameters() if ".lora_" in name)
@@ -37,6 +38,4 @@ def size_of(model: nn.Module, *, stored_bits: int) -> Size:
     dense = sum(modules[name].weight.numel() for name in models.target_linears(model) if name not in quantized)
     rest = report.other_parameters - adapters - dense
     weight_bits = report.stored_bits + dense * stored_bits + adapter_bits
-    return Size(
-        weight_bits / (report.quantized_weights + dense), (weight_bits + rest * stored_bits) // 8
-    )
+    return Size(weight_bits / (report.quantized_weights + dense), (weight_bits + rest * stored_bits) // 8)

@@ -1,4 +1,4 @@
-"""Ordinary transformers folders: the student with its rounding carried out, and the student with its adapters folded in."""
+"""Ordinary transformers folders: the student with its rounding carried out, or with its adapters folded in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ADAPTER_FOLDER = "adapter"  # where adapters lie inside the folder of the model 
 
 
 def export_dequantized(student: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """Write the student's rounded weights in float32, bit for bit, without its adapters; the student is left as it is."""
+    """Write the rounded weights in float32, bit for bit, without adapters; the student is left as it is."""
     base = copy.deepcopy(student)
     if adapters.has_adapters(base):
         base = adapters.without(base)

@@ -12,7 +12,7 @@ from qat_lora.errors import ConfigError
 
 
 def export_adapter(student: nn.Module, folder: Path, *, base_name: str) -> None:
-    """Write adapter_config.json and adapter_model.safetensors; `base_name` is the dequantised model that they belong on."""
+    """Write adapter_config.json and adapter_model.safetensors; `base_name` is the dequantised model they belong on."""
     if not adapters.has_adapters(student):
         raise ConfigError("the checkpoint holds no adapters; give one of `qat-lora recover`, or export dequantized.")
     whole: Any = student

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from qat_lora import adapters, models
 from qat_lora.errors import ExportMismatch
 
-# W + BA is rounded to float32 once where x W + x A B is rounded three times; a logit of a 30-layer model then moves by some 1e-5 of
-# the largest. A wrong scale, a lost adapter or a bf16 save is off by 1e-2 and more.
+# W + BA is rounded to float32 once where x W + x A B is rounded three times; a logit of a 30-layer model then moves
+# by some 1e-5 of the largest. A wrong scale, a lost adapter or a bf16 save is off by 1e-2 and more.
 MERGE_TOLERANCE = 1e-4
 
 
@@ -44,7 +44,7 @@ def verify_export(student: nn.Module, folder: Path, *, adapter: Path | None = No
     allowed = 0.0 if exact else MERGE_TOLERANCE * ours.abs().max().item()
     if not difference <= allowed:
         raise ExportMismatch(
-            f"the model reloaded from {folder} differs from the student by {difference:.3g} in a logit, {allowed:.3g} is "
-            "allowed; do not use it, and report the model and the scheme."
+            f"the model reloaded from {folder} differs from the student by {difference:.3g} in a logit, {allowed:.3g} "
+            "is allowed; do not use it, and report the model and the scheme."
         )
     return difference

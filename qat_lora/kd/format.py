@@ -88,18 +88,14 @@ class CacheManifest:
         for name in ("vocab_size", "seq_len", "top_k", "rows"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ConfigError(
-                    f"A KD cache needs a positive {name}, but {name}={value!r}; set it to 1 or more."
-                )
+                raise ConfigError(f"A KD cache needs a positive {name}, but {name}={value!r}; set it to 1 or more.")
         if self.top_k > self.vocab_size:
             raise ConfigError(
                 f"top_k={self.top_k} exceeds the vocabulary of {self.vocab_size} tokens of teacher "
                 f"{self.teacher!r}; set top_k to at most {self.vocab_size}."
             )
         if self.logprob_dtype not in ("float16", "float32"):
-            raise ConfigError(
-                f"logprob_dtype={self.logprob_dtype!r} is unknown; choose 'float16' or 'float32'."
-            )
+            raise ConfigError(f"logprob_dtype={self.logprob_dtype!r} is unknown; choose 'float16' or 'float32'.")
         if self.rows_per_shard < 1:
             object.__setattr__(self, "rows_per_shard", max(1, SHARD_BYTES // self.bytes_per_row))
 
@@ -119,9 +115,7 @@ class CacheManifest:
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that decide what the rows hold: equal identity, equal cache."""
-        return {
-            k: v for k, v in self.to_json().items() if k not in ("teacher", "source", "shards", "complete")
-        }
+        return {k: v for k, v in self.to_json().items() if k not in ("teacher", "source", "shards", "complete")}
 
     def shard_tag(self, index: int) -> str:
         """What a shard file says of itself, so that a file of another cache is known at once."""
@@ -169,8 +163,7 @@ class CacheManifest:
         schema = data.get("schema") if isinstance(data, dict) else None
         if schema != SCHEMA:
             raise CacheMismatch(
-                f"{str(path)!r} has schema {schema!r}, but this version reads {SCHEMA!r}; build the cache "
-                "again."
+                f"{str(path)!r} has schema {schema!r}, but this version reads {SCHEMA!r}; build the cache again."
             )
         try:
             shards = tuple(ShardRecord(**s) for s in data.pop("shards"))

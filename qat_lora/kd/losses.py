@@ -51,9 +51,7 @@ class SparseTarget(NamedTuple):
         return SparseTarget(self.ids_SK[rows], self.logprobs_SK[rows])
 
 
-def soft_ce(
-    student_logits: Tensor, teacher_logits: Tensor, temperature: float, mask: Tensor | None = None
-) -> LossSum:
+def soft_ce(student_logits: Tensor, teacher_logits: Tensor, temperature: float, mask: Tensor | None = None) -> LossSum:
     """Sum of T^2 * -sum_v p_T(v) log q_T(v), with p the teacher's and q the student's softmax of logits / T.
 
     Args:
@@ -176,7 +174,7 @@ def chunked_head_loss(
         raise ValueError(f"chunk_tokens must be positive, got {chunk_tokens}")
     inputs = (hidden_SH, head.weight_VH, head.bias_V)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        total: Tensor = _ChunkedHeadLoss.apply(*inputs, head.transform, loss_fn, chunk_tokens)  # type: ignore[no-untyped-call]
+        total: Tensor = _ChunkedHeadLoss.apply(*inputs, head.transform, loss_fn, chunk_tokens)
         return total
     with torch.no_grad():
         losses = [loss_fn(_accurate(head(hidden_SH[r])), r) for r in _chunks(hidden_SH, chunk_tokens)]
@@ -274,9 +272,7 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 
 def _same_shape(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     if x.shape != other.shape:
-        raise ValueError(
-            f"{name} and {other_name} must agree in shape, got {tuple(x.shape)} and {tuple(other.shape)}"
-        )
+        raise ValueError(f"{name} and {other_name} must agree in shape, got {tuple(x.shape)} and {tuple(other.shape)}")
 
 
 def _same_rows(logits_SV: Tensor, *others: Tensor) -> None:

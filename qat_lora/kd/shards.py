@@ -78,19 +78,14 @@ class ShardFiles:
         path, record = self.path(index), self.manifest.shards[index]
         if not path.is_file():
             raise CacheError(
-                f"The KD cache lacks its shard {str(path)!r}; restore the file or run the build command "
-                "again."
+                f"The KD cache lacks its shard {str(path)!r}; restore the file or run the build command again."
             )
         size = path.stat().st_size
         if size != record.bytes:
-            raise CacheError(
-                f"{str(path)!r} has {size} bytes instead of {record.bytes} (cut short?); {REBUILD}."
-            )
+            raise CacheError(f"{str(path)!r} has {size} bytes instead of {record.bytes} (cut short?); {REBUILD}.")
         tag = (self._handle(index).metadata() or {}).get(SHARD_KEY)
         if tag != self.manifest.shard_tag(index):
-            raise CacheError(
-                f"{str(path)!r} belongs to another KD cache or another place in this one; {REBUILD}."
-            )
+            raise CacheError(f"{str(path)!r} belongs to another KD cache or another place in this one; {REBUILD}.")
 
     def _handle(self, index: int) -> Any:
         if index in self._open:

@@ -93,14 +93,11 @@ def build_cache(
     manifest = writer.manifest
     if tuple(blocks.input_ids_RT.shape) != (manifest.rows, manifest.seq_len):
         raise ValueError(
-            f"the manifest says {(manifest.rows, manifest.seq_len)} tokens, got "
-            f"{tuple(blocks.input_ids_RT.shape)}"
+            f"the manifest says {(manifest.rows, manifest.seq_len)} tokens, got {tuple(blocks.input_ids_RT.shape)}"
         )
     for index in range(writer.next_shard, manifest.shard_count):
         rows = manifest.shard_rows(index)
-        arrays = {
-            name: np.empty(shape, dtype) for name, (shape, dtype) in manifest.tensors(len(rows)).items()
-        }
+        arrays = {name: np.empty(shape, dtype) for name, (shape, dtype) in manifest.tensors(len(rows)).items()}
         arrays["input_ids"][:] = blocks.input_ids_RT[rows.start : rows.stop].numpy()
         arrays["lengths"][:] = blocks.lengths_R[rows.start : rows.stop].numpy()
         for first in range(0, len(rows), batch_size):
@@ -143,9 +140,7 @@ def _fill(
 
 def _check_width(logits_cV: Tensor, manifest: CacheManifest) -> None:
     if logits_cV.shape[-1] != manifest.vocab_size:
-        raise ValueError(
-            f"the manifest says vocab_size={manifest.vocab_size}, the head gives {logits_cV.shape[-1]}"
-        )
+        raise ValueError(f"the manifest says vocab_size={manifest.vocab_size}, the head gives {logits_cV.shape[-1]}")
 
 
 def _divided(logits: Tensor, temperature: float) -> Tensor:

@@ -94,9 +94,7 @@ class CacheWriter:
             kept.append(record)
         if len(kept) < found.shard_count:
             logger.info("resuming at shard %d of %d in %s", len(kept), found.shard_count, self.directory)
-        return dataclasses.replace(
-            found, shards=tuple(kept), complete=found.complete and kept == list(found.shards)
-        )
+        return dataclasses.replace(found, shards=tuple(kept), complete=found.complete and kept == list(found.shards))
 
     def _remove_leftovers(self) -> None:
         # What a killed build was just writing.
@@ -119,6 +117,4 @@ def _check_tensors(manifest: CacheManifest, rows: int, tensors: Arrays) -> None:
         raise ValueError(f"a shard needs the tensors {sorted(wanted)}, got {sorted(tensors)}")
     for name, (shape, dtype) in wanted.items():
         if tensors[name].shape != shape or tensors[name].dtype != dtype:
-            raise ValueError(
-                f"{name} must be {dtype} {shape}, got {tensors[name].dtype} {tensors[name].shape}"
-            )
+            raise ValueError(f"{name} must be {dtype} {shape}, got {tensors[name].dtype} {tensors[name].shape}")

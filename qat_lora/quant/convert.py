@@ -137,15 +137,12 @@ def _find_linear(model: nn.Module, name: str) -> tuple[str, nn.Linear]:
         name, module = f"{name}.base_layer", modules[f"{name}.base_layer"]
     if not isinstance(module, nn.Linear) or isinstance(module, QuantLinear | CodedLinear):
         raise ModelError(
-            f"{name} is a {type(module).__name__}, and only a plain Linear can be quantised; "
-            "drop it from the targets."
+            f"{name} is a {type(module).__name__}, and only a plain Linear can be quantised; drop it from the targets."
         )
     return name, module
 
 
 def _form(scheme: QuantScheme, name: str, role: str) -> LinearQuant:
     if role not in ("mlp", "attention"):
-        raise ConfigError(
-            f"{name} has role {role!r}, and a scheme knows 'mlp' and 'attention'; name one of these."
-        )
+        raise ConfigError(f"{name} has role {role!r}, and a scheme knows 'mlp' and 'attention'; name one of these.")
     return scheme.mlp if role == "mlp" else scheme.attention

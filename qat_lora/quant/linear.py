@@ -179,9 +179,7 @@ class CodedLinear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The dequantised weight, float32 [O, I], made anew at each access."""
-        return _decode(
-            self.packed_OP, self.levels_N, self.offset_OG, self._scales(), self.config, self.in_features
-        )
+        return _decode(self.packed_OP, self.levels_N, self.offset_OG, self._scales(), self.config, self.in_features)
 
     @property
     def codes_OI(self) -> Tensor:

@@ -75,9 +75,7 @@ def storage(model: nn.Module) -> StorageReport:
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear):
             counted |= {id(p) for p in (module.weight, *module.quantizer.parameters())}
-            layers.append(
-                layer_storage(name, module.out_features, module.in_features, module.quantizer.config)
-            )
+            layers.append(layer_storage(name, module.out_features, module.in_features, module.quantizer.config))
         elif isinstance(module, CodedLinear):
             layers.append(layer_storage(name, module.out_features, module.in_features, module.config))
     others = sum(p.numel() for p in model.parameters() if id(p) not in counted)

@@ -30,13 +30,11 @@ class Precision:
     """What a runtime computes in, and why.
 
     Attributes:
-        compute: dtype of activations and matrix products.
-        load: dtype in which frozen weights are held; trained tensors are float32 everywhere.
+        compute: dtype of matrix products, by autocast where it is not float32; tensors at rest are float32.
         reason: one clause, printed at start.
     """
 
     compute: torch.dtype
-    load: torch.dtype
     reason: str
 
 
@@ -46,7 +44,7 @@ class Runtime(Protocol):
     Attributes:
         device: where tensors live.
         rank: 0-based. world_size: 1 when alone; callers never branch on it.
-        precision: compute and storage dtypes, see `Precision`.
+        precision: see `Precision`.
     """
 
     device: torch.device
@@ -89,3 +87,29 @@ class Runtime(Protocol):
 
     def log_later(self, fn: Callable[..., None], *tensors: Tensor) -> None:
         """Call fn with the tensors' values as floats, when reading them no longer stalls the device."""
+
+
+class Alone:
+    """The part of `Runtime` that a single process without peers shares whatever its device."""
+
+    device: torch.device
+    rank = 0
+    world_size = 1
+
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing: the mean over one rank is the gradient itself."""
+
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
+        """Return the tensor: one rank."""
+        return x
+
+    def barrier(self, tag: str) -> None:
+        """Nothing: nobody to wait for."""
+
+    def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Move a batch to the device."""
+        return {name: x.to(self.device, non_blocking=True) for name, x in batch.items()}
+
+    def wrap_loader(self, loader: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        """Yield the batches on the device."""
+        return (self.to_device(batch) for batch in loader)

@@ -1,4 +1,4 @@
-"""Anchor rows: the starting model's own predictions on a few fixed rows, computed once, to hold the model near its start."""
+"""Anchor rows: the starting model's predictions on a few fixed rows, computed once, to hold the model near them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def build_anchor(
 ) -> Anchor:
     """Take the first rows of the data set's split and the model's top-k distribution at T = 1 on them.
 
-    The targets have the cache's k and its fields, in float32, so that the anchor term is the cache's loss with another teacher.
+    The targets have the cache's k and its fields, in float32, so that the anchor term is the cache's loss with
+    another teacher.
     """
     was_training = model.training
     model.eval()

@@ -63,7 +63,9 @@ def restore(state: TrainState, content: dict[str, Any], path: Path) -> None:
     saved, ours = content["trained"], state.trained
     if saved.keys() != ours.keys():
         odd = sorted(saved.keys() ^ ours.keys())[0]
-        raise CheckpointError(f"{path} trained other tensors than this run ({odd!r} differs); resume with its settings.")
+        raise CheckpointError(
+            f"{path} trained other tensors than this run ({odd!r} differs); resume with its settings."
+        )
     with torch.no_grad():
         for name, p in ours.items():
             p.copy_(saved[name])
@@ -93,7 +95,7 @@ def load_tensors(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, OSError, ValueError, KeyError):
         raise CheckpointError(
-            f"checkpoint {path} is truncated or no checkpoint ({path.stat().st_size} bytes); use another one of the run."
+            f"checkpoint {path} is truncated or no checkpoint ({path.stat().st_size} bytes); use another of the run."
         ) from None
 
 

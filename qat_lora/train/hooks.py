@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-
 from qat_lora.errors import TrainingError
 from qat_lora.runtime import Runtime
 from qat_lora.train.optim import swapped_in
@@ -69,7 +68,9 @@ class LogHook:
 
     def _write(self, info: StepInfo, loss: float, norm: float) -> None:
         if not math.isfinite(loss):
-            raise TrainingError(f"the loss is {loss} at step {info.step} (lr {info.lr:.3g}); lower --lr or --clip-norm.")
+            raise TrainingError(
+                f"the loss is {loss} at step {info.step} (lr {info.lr:.3g}); lower --lr or --clip-norm."
+            )
         log.info("step %d loss %.4f |g| %.3g lr %.3g %.3f s", info.step, loss, norm, info.lr, info.seconds)
         self._losses.add(
             step=info.step, loss=loss, grad_norm=norm, lr=info.lr, tokens=info.tokens, seconds=info.seconds
@@ -190,5 +191,3 @@ class SpeedHook:
 
 def _readable(row: dict[str, float]) -> dict[str, str]:
     return {name: "" if math.isnan(value) else f"{value:.9g}" for name, value in row.items()}
-
-

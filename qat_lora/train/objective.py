@@ -51,7 +51,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class Anchor:
-    """Fixed rows and the starting model's own distribution on them, in the form of the cache. The batch is on the device."""
+    """Fixed rows and the starting model's own distribution on them, in the form of the cache.
+
+    The batch is on the device.
+    """
 
     batch: Batch
     manifest: CacheManifest
@@ -88,12 +91,11 @@ class KDObjective:
 
     def counts(self, batches: list[Batch], *, position: int) -> Counts:
         """Global counts of one optimizer step whose first micro-batch is `position`, without a host read."""
-        positions = sum(_masks(b)[0].sum() for b in batches)
-        labels = sum(_masks(b)[1].sum() for b in batches)
+        positions, labels = (torch.stack([_masks(b)[kind].sum() for b in batches]).sum() for kind in (0, 1))
         anchors = torch.zeros_like(positions)
         if self.anchor is not None:
             parts = [self._anchor_rows(b, position + i) for i, b in enumerate(batches)]
-            anchors = sum(_masks(part)[0].sum() for part in parts)
+            anchors = torch.stack([_masks(part)[0].sum() for part in parts]).sum()
         local = torch.stack([positions, labels, anchors]).float()
         return Counts(*self.runtime.all_reduce_sum(local).clamp(min=1.0).unbind())
 
@@ -112,7 +114,7 @@ class KDObjective:
 
     def _kd_loss(self, model: nn.Module, batch: Batch, counts: Counts, step: int) -> Tensor:
         kd, alpha, hard_weight = self.kd, self.kd.ce_alpha, self.hard_weight_at(step)
-        target = targets(batch, kd.temperature, self.manifest)
+        target = targets(batch, kd.temperature, self.manifest, top_k=kd.top_k or None)
         mask_S, label_mask_S = (mask.flatten() for mask in _masks(batch))
         labels_S = next_tokens(batch["input_ids"]).flatten()
 

@@ -67,7 +67,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], clip_norm: float) -> Tens
 
 @torch.no_grad()
 def update_ema(ema: Mapping[str, Tensor], trained: Mapping[str, nn.Parameter], decay: float) -> None:
-    """ema <- decay * ema + (1 - decay) * weight, in place."""
+    """Ema <- decay * ema + (1 - decay) * weight, in place."""
     for name, average in ema.items():
         average.lerp_(trained[name].detach(), 1.0 - decay)
 

@@ -35,12 +35,12 @@ def draw_losses(axes: Axes, rows: Rows, *, title: str) -> None:
 
 def write_loss_png(path: Path, rows: Rows, *, title: str) -> None:
     """Draw one run's curves into a PNG."""
-    figure = new_figure(width=7.0, height=4.0)
+    figure = blank_figure(width=7.0, height=4.0)
     draw_losses(figure.subplots(), rows, title=title)
     write_png(figure, path)
 
 
-def new_figure(*, width: float, height: float) -> Figure:
+def blank_figure(*, width: float, height: float) -> Figure:
     """A figure of that many inches that belongs to no window."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,7 +1,7 @@
 """QAT and recovery as whole runs: open, check, wire, train, summarise. The stages differ in the lines that build them.
 
-Everything that can be wrong with a run (config x model x cache x device) is found before the first step, since on a TPU a bad
-shape costs minutes of compilation.
+Everything that can be wrong with a run (config x model x cache x device) is found before the first step, since on a
+TPU a bad shape costs minutes of compilation.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class _Stage:
-    """What QAT and recovery fill in differently: a placed model, what of it is trained, and what a checkpoint must hold."""
+    """What QAT and recovery fill in differently: a placed model, what is trained, what a checkpoint must hold."""
 
     model: nn.Module
     scheme: QuantScheme
@@ -85,7 +85,7 @@ class _Inputs:
 
 
 def run_qat(run: QatRun, runtime: Runtime, *, launch: Launch = "new", hooks: Sequence[Hook] = ()) -> RunResult:
-    """Train a quantised student against a cache; raises a QatLoraError before the first step where something does not fit."""
+    """Train a quantised student against a cache; what does not fit raises a QatLoraError before the first step."""
     if run.checkpoint and launch == "from_scratch":
         raise ConfigError(f"--from-scratch contradicts --checkpoint {run.checkpoint}; drop one of them.")
     inputs = _open(run, runtime, launch)
@@ -111,7 +111,9 @@ def run_recovery(
 ) -> RunResult:
     """Freeze a student and train LoRA adapters on it against a cache."""
     if not run.checkpoint:
-        raise ConfigError("recovery starts from a student, but checkpoint is empty; give --checkpoint runs/qat/best.pt.")
+        raise ConfigError(
+            "recovery starts from a student, but checkpoint is empty; give --checkpoint runs/qat/best.pt."
+        )
     path = Path(run.checkpoint)
     content = load_checkpoint(path, kind=QatRun.command)
     run = dataclasses.replace(run, model=run.model or content["identity"]["name"])
@@ -130,7 +132,7 @@ def run_recovery(
 
 
 def _open(run: QatRun | RecoveryRun, runtime: Runtime, launch: Launch) -> _Inputs:
-    """Open cache, model and, on resumption, last.pt; check that they, the settings and the output folder go together."""
+    """Open cache, model and, on resumption, last.pt; check that they, the settings and the output go together."""
     last = run.output / "last.pt"
     if launch == "new" and last.exists():
         raise ConfigError(
@@ -138,7 +140,8 @@ def _open(run: QatRun | RecoveryRun, runtime: Runtime, launch: Launch) -> _Input
             "or give another --output."
         )
     dataset, held_out = (_split(run, runtime, split) for split in ("train", "eval"))
-    dataset.require(temperature=run.kd.temperature)
+    kd = run.kd
+    dataset.require(temperature=kd.temperature, seq_len=kd.seq_len or None, top_k=kd.top_k or None)
     loaded = models.load(run.model or dataset.manifest.teacher)
     identity = loaded.identity
     dataset.require(
@@ -212,9 +215,7 @@ def _anchor(run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, model:
     return Anchor(runtime.to_device(load_tensors(path)), fresh.manifest)
 
 
-def _hooks(
-    run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, stage: _Stage, losses: LossLog
-) -> list[Hook]:
+def _hooks(run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, stage: _Stage, losses: LossLog) -> list[Hook]:
     """Log, evaluate, save, in this order: a checkpoint knows the evaluation of its own step."""
     loop = run.loop
 
@@ -263,6 +264,6 @@ def _check_same_run(saved: dict[str, Any], asked: dict[str, Any], path: Path, pr
             _check_same_run(saved[key], value, path, f"{prefix}{key}.")
         elif saved[key] != value:
             raise CheckpointError(
-                f"{path} was made with {prefix}{key}={saved[key]}, this run has {value}; resume with the same value, or "
-                "start another run in another --output."
+                f"{path} was made with {prefix}{key}={saved[key]}, this run has {value}; resume with the same value, "
+                "or start another run in another --output."
             )

@@ -43,7 +43,8 @@ class StepInfo:
     """What one optimizer step did.
 
     Attributes:
-        step: steps done after it. loss, grad_norm: tensors on the device, not read yet; the norm is the one before clipping.
+        step: steps done after it. loss, grad_norm: tensors on the device, not read yet; the norm is the one before
+            clipping.
         lr: peak group's learning rate used. tokens: tokens read by this rank. seconds: host time of the step.
     """
 

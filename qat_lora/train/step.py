@@ -40,7 +40,7 @@ def train_step(
 def accumulate_gradients(
     state: TrainState, micro_batches: list[Batch], objective: KDObjective, runtime: Runtime, *, first_position: int
 ) -> torch.Tensor:
-    """Add the gradient of the mean loss over all micro-batches and ranks to `.grad`; return this loss, as a scalar tensor.
+    """Add the gradient of the mean loss over all micro-batches and ranks to `.grad`; return the loss, a 0-d tensor.
 
     The losses are sums divided by global counts, and `reduce_gradients` takes the mean over ranks: hence the factor
     `world_size`.

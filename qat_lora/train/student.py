@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ def round_to_nearest(model: nn.Module, scheme: QuantScheme) -> None:
 def load_student(loaded: models.Loaded, path: Path) -> tuple[nn.Module, QuantScheme]:
     """Turn a freshly loaded model into the student of a checkpoint of ``qat`` or ``recover``.
 
-    Returns the model, wrapped by peft where the checkpoint holds adapters, and its scheme. Raises CheckpointError where the
-    checkpoint was made from another model.
+    Returns the model, wrapped by peft where the checkpoint holds adapters, and its scheme. Raises CheckpointError
+    where the checkpoint was made from another model.
     """
     content = load_checkpoint(path)
     check_identity(content, loaded.identity, path)
@@ -59,13 +59,13 @@ def student_tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def trained_parameters(model: nn.Module, train: Iterable[QuantPart]) -> tuple[Parameters, Parameters]:
+def trained_parameters(model: nn.Module, train: Collection[QuantPart]) -> tuple[Parameters, Parameters]:
     """Mark what QAT trains and freeze all else; return the weights, and the scales, offsets and LUTs, by name."""
     model.requires_grad_(False)
-    weights, scales = (
-        {name: p for part in parts if part in train for name, p in quant_parameters(model, part).items()}
-        for parts in (("weights",), ("scales", "luts"))
-    )
+    weights = quant_parameters(model, "weights") if "weights" in train else {}
+    scales = quant_parameters(model, "scales") if "scales" in train else {}
+    if "luts" in train:
+        scales |= quant_parameters(model, "luts")
     if not weights and not scales:
         raise ConfigError(f"train={tuple(train)} names nothing that this scheme has; add weights or scales.")
     for parameter in (*weights.values(), *scales.values()):

@@ -27,11 +27,7 @@ class ByteTokenizer:
 
 
 def flat(blocks):
-    return [
-        x
-        for row, n in zip(blocks.input_ids_RT.tolist(), blocks.lengths_R.tolist(), strict=True)
-        for x in row[:n]
-    ]
+    return [x for row, n in zip(blocks.input_ids_RT.tolist(), blocks.lengths_R.tolist(), strict=True) for x in row[:n]]
 
 
 def expected(texts):
@@ -121,9 +117,7 @@ def test_sizes_that_make_no_rows_are_refused():
 def test_a_tokenizer_of_transformers_works_without_a_warning(caplog):
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"<eos>": 0, "a": 1, "b": 2, "?": 3}, unk_token="?")
-    )
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<eos>": 0, "a": 1, "b": 2, "?": 3}, unk_token="?"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<eos>", unk_token="?", model_max_length=2

@@ -79,9 +79,7 @@ def test_a_hash_sign_inside_a_string_is_no_comment(library) -> None:
 
 def test_test_folders_and_installed_packages_are_not_read() -> None:
     paths = [path for side in ("train", "eval") for path, _ in corpus_documents(side)]
-    assert not [
-        path for path in paths if re.search(r"(^|/)(tests?|idle_test|site-packages|turtledemo)/", path)
-    ]
+    assert not [path for path in paths if re.search(r"(^|/)(tests?|idle_test|site-packages|turtledemo)/", path)]
 
 
 def test_headings_prose_and_comments_are_read_and_code_is_not(library) -> None:
@@ -95,9 +93,7 @@ def test_headings_prose_and_comments_are_read_and_code_is_not(library) -> None:
     )
     text = dict(corpus_documents("train"))[names_on("train", 1)[0]]
     assert text.startswith("extra0\nModule prose that is long enough to keep.\n\n")
-    assert (
-        "Outer.inner(self, s, *, k=3)\nMethod prose that is long enough to keep.\n\nIndented on.\n\n" in text
-    )
+    assert "Outer.inner(self, s, *, k=3)\nMethod prose that is long enough to keep.\n\nIndented on.\n\n" in text
     assert "A comment that goes on\nover two whole lines.\n\n" in text
     assert "secret_name" not in text and "trailing" not in text
 
@@ -121,18 +117,14 @@ def test_held_out_prose_is_dropped_when_one_of_its_paragraphs_is_taught_under_an
     taught, held_out = names_on("train", 1)[0], names_on("eval", 1)[0]
     common, alone = PROSE.format("common") * 3, PROSE.format("alone") * 3
     (library / taught).write_text(f'def f():\n    """{common}\n    Taught ending."""\n')
-    (library / held_out).write_text(
-        f'def g():\n    """{common}\n    Other end."""\ndef h():\n    """{alone}"""\n'
-    )
+    (library / held_out).write_text(f'def g():\n    """{common}\n    Other end."""\ndef h():\n    """{alone}"""\n')
     assert "common" not in dict(corpus_documents("eval"))[held_out]
     assert "alone" in dict(corpus_documents("eval"))[held_out]
 
 
 def test_help_topics_are_read_from_their_dict(library) -> None:
     (library / "pydoc_data").mkdir()
-    (library / "pydoc_data" / "topics.py").write_text(
-        f"topics = {{'assert': {PROSE.format('topic') * 3!r}}}\n"
-    )
+    (library / "pydoc_data" / "topics.py").write_text(f"topics = {{'assert': {PROSE.format('topic') * 3!r}}}\n")
     assert dict(corpus_documents("train"))["pydoc_data/topics.py"].startswith("assert\nA sentence that is")
 
 
@@ -151,9 +143,7 @@ def test_nearly_empty_files_are_left_out(library) -> None:
 
 def test_a_python_without_sources_is_refused_in_one_sentence(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(corpus, "stdlib_folder", lambda: tmp_path)
-    with pytest.raises(
-        DataError, match=f"{tmp_path} holds 0 usable .py files: run with a Python that ships them"
-    ):
+    with pytest.raises(DataError, match=f"{tmp_path} holds 0 usable .py files: run with a Python that ships them"):
         corpus_texts("train")
 
 

@@ -21,9 +21,7 @@ def refused(spec):
 
 
 def write_jsonl(path, *rows):
-    path.write_text(
-        "".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows), encoding="utf-8"
-    )
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows), encoding="utf-8")
     return path
 
 
@@ -33,9 +31,7 @@ def test_a_text_file_is_one_text_line_breaks_and_all(tmp_path):
 
 
 def test_a_jsonl_file_is_one_text_per_line_and_blank_lines_and_empty_texts_are_none(tmp_path):
-    path = write_jsonl(
-        tmp_path / "a.jsonl", {"text": "one"}, "", {"content": "two"}, {"text": "  "}, {"text": "3"}
-    )
+    path = write_jsonl(tmp_path / "a.jsonl", {"text": "one"}, "", {"content": "two"}, {"text": "  "}, {"text": "3"})
     assert list(read_texts(str(path))) == ["one", "two", "3"]
 
 

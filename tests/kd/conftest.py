@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -59,10 +61,21 @@ def build(directory, rows=7, *, teacher=None, progress=None, batch_size=2, last_
     blocks = blocks_of(rows, last_length=last_length)
     teacher = teacher or TinyTeacher()
     writer = CacheWriter(directory, manifest_of(blocks, **changes))
-    build_cache(
-        teacher, teacher.head, blocks, writer, batch_size=batch_size, chunk_tokens=4, progress=progress
-    )
+    build_cache(teacher, teacher.head, blocks, writer, batch_size=batch_size, chunk_tokens=4, progress=progress)
     return teacher
+
+
+@pytest.fixture(scope="session")
+def cache_of(tmp_path_factory):
+    """(rows) -> a finished cache of so many rows that no test may change."""
+
+    @functools.cache
+    def make(rows):
+        directory = tmp_path_factory.mktemp(f"cache_of_{rows}")
+        build(directory, rows=rows, top_k=1)
+        return directory
+
+    return make
 
 
 @pytest.fixture

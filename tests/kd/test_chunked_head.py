@@ -54,9 +54,7 @@ def test_value_and_all_gradients_are_those_of_the_unchunked_computation(chunk_to
         return mixed_loss(Head(weight, offset, transform)(hidden), slice(0, S))
 
     def chunked(hidden, weight, offset):
-        return chunked_head_loss(
-            hidden, Head(weight, offset, transform), mixed_loss, chunk_tokens=chunk_tokens
-        )
+        return chunked_head_loss(hidden, Head(weight, offset, transform), mixed_loss, chunk_tokens=chunk_tokens)
 
     expected, expected_grads = grads_of(whole, parts(bias=bias))
     loss, grads = grads_of(chunked, parts(bias=bias))

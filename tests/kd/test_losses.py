@@ -118,9 +118,7 @@ def test_it_is_zero_with_zero_gradient_where_student_and_teacher_agree():
 
 def test_it_never_exceeds_the_kl_over_the_vocabulary_and_grows_with_k():
     student, teacher, mask = logits(0), logits(1), torch.ones(S, dtype=torch.bool)
-    values = [
-        sparse_kl(student, sparse(teacher, k), mask, temperature=1.0).total.item() for k in range(1, V + 1)
-    ]
+    values = [sparse_kl(student, sparse(teacher, k), mask, temperature=1.0).total.item() for k in range(1, V + 1)]
     assert values == sorted(values)
 
 
@@ -132,9 +130,7 @@ def test_renormalised_candidates_are_biased_and_the_tail_bucket_is_not():
     student = torch.where(is_candidate, teacher, teacher + 6.0)
     assert sparse_kl(student, target, mask, temperature=1.0, support="candidates").total.abs() < 1e-12
     assert sparse_kl(student, target, mask, temperature=1.0, support="full").total > S * 0.5
-    biased = gradient(
-        lambda x: sparse_kl(x, target, mask, temperature=1.0, support="candidates").total, student
-    )
+    biased = gradient(lambda x: sparse_kl(x, target, mask, temperature=1.0, support="candidates").total, student)
     honest = gradient(lambda x: sparse_kl(x, target, mask, temperature=1.0).total, student)
     assert biased.abs().max() < 1e-12
     assert (honest[~is_candidate] > 0).all(), "descent must take mass from the non-candidates"
@@ -183,12 +179,8 @@ def test_forbidden_candidates_and_certain_teachers_give_no_nan():
     target = SparseTarget(torch.tensor([[2, 0, 1]] * S), torch.tensor([[0.0, -math.inf, -1e4]] * S))
     student, mask = logits(0, dtype=torch.float32), torch.ones(S, dtype=torch.bool)
     expected = -torch.log_softmax(student, -1)[:, 2].sum()
-    assert sparse_kl(student, target, mask, temperature=1.0).total.item() == pytest.approx(
-        expected.item(), rel=1e-5
-    )
-    assert torch.isfinite(
-        gradient(lambda x: sparse_kl(x, target, mask, temperature=1.0).total, student)
-    ).all()
+    assert sparse_kl(student, target, mask, temperature=1.0).total.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert torch.isfinite(gradient(lambda x: sparse_kl(x, target, mask, temperature=1.0).total, student)).all()
 
 
 def test_hard_top1_takes_the_most_probable_candidate_wherever_it_stands():

@@ -31,9 +31,8 @@ def rows_of(batches):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("rows", [7, 11, 12])
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
-def test_no_row_is_lost_or_repeated_within_an_epoch_over_all_ranks(tmp_path, world_size, rows, batch_size):
-    build(tmp_path, rows=rows, top_k=1)
-    readers = [KDCacheDataset(tmp_path, rank=r, world_size=world_size, seed=3) for r in range(world_size)]
+def test_no_row_is_lost_or_repeated_within_an_epoch_over_all_ranks(cache_of, world_size, rows, batch_size):
+    readers = [KDCacheDataset(cache_of(rows), rank=r, world_size=world_size, seed=3) for r in range(world_size)]
     micro_batches = -(-3 * rows // (world_size * batch_size))
     streams = [take(reader.batches(batch_size), micro_batches) for reader in readers]
     assert {b["input_ids"].shape for stream in streams for b in stream} == {(batch_size, SEQ_LEN)}
@@ -158,9 +157,7 @@ def test_the_split_is_disjoint_whole_and_independent_of_seed_rank_and_shards(tmp
 
 def test_a_larger_share_keeps_the_rows_that_a_smaller_one_held_out(tmp_path):
     build(tmp_path, rows=40, top_k=1)
-    held_out = [
-        set(KDCacheDataset(tmp_path, split="eval", eval_fraction=f)._rows.tolist()) for f in (0.2, 0.4, 0.6)
-    ]
+    held_out = [set(KDCacheDataset(tmp_path, split="eval", eval_fraction=f)._rows.tolist()) for f in (0.2, 0.4, 0.6)]
     assert held_out[0] < held_out[1] < held_out[2]
 
 
@@ -184,9 +181,7 @@ def test_an_empty_split_is_one_clear_error(cache):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 10])
-def test_eval_batches_show_each_row_once_in_order_and_are_equally_many_on_all_ranks(
-    cache, world_size, batch_size
-):
+def test_eval_batches_show_each_row_once_in_order_and_are_equally_many_on_all_ranks(cache, world_size, batch_size):
     readers = [KDCacheDataset(cache, rank=r, world_size=world_size) for r in range(world_size)]
     per_rank = [list(reader.eval_batches(batch_size)) for reader in readers]
     assert len({len(batches) for batches in per_rank}) == 1
@@ -195,9 +190,7 @@ def test_eval_batches_show_each_row_once_in_order_and_are_equally_many_on_all_ra
         for batch in turn:
             assert batch["input_ids"].shape == (batch_size, SEQ_LEN)
             tokens += position_mask(batch["length"], SEQ_LEN).sum().item()
-            counted += [
-                tuple(r) for r, n in zip(batch["input_ids"].tolist(), batch["length"], strict=True) if n > 0
-            ]
+            counted += [tuple(r) for r, n in zip(batch["input_ids"].tolist(), batch["length"], strict=True) if n > 0]
     assert counted == [tuple(r) for r in blocks_of(7).input_ids_RT.tolist()]
     assert tokens == 6 * SEQ_LEN + 3
 
@@ -238,9 +231,7 @@ def test_a_manifest_that_is_no_manifest(cache, text):
 
 def test_a_manifest_of_another_schema_or_with_fields_missing(cache):
     edit_manifest(cache, schema="qat_lora.kd_cache/0")
-    assert "'qat_lora.kd_cache/0', but this version reads 'qat_lora.kd_cache/1'" in message(
-        cache, CacheMismatch
-    )
+    assert "'qat_lora.kd_cache/0', but this version reads 'qat_lora.kd_cache/1'" in message(cache, CacheMismatch)
     data = json.loads((cache / "manifest.json").read_text())
     del data["teacher_digest"]
     (cache / "manifest.json").write_text(json.dumps({**data, "schema": "qat_lora.kd_cache/1"}))
@@ -300,9 +291,7 @@ def test_flipped_bits_are_found_by_preloading_and_by_verify(cache):
         KDCacheDataset(cache).verify()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("topk_ids", VOCAB), ("input_ids", VOCAB + 3), ("input_ids", -1)]
-)
+@pytest.mark.parametrize(("name", "value"), [("topk_ids", VOCAB), ("input_ids", VOCAB + 3), ("input_ids", -1)])
 @pytest.mark.parametrize("preload", [False, True])
 def test_ids_beyond_the_vocabulary(cache, name, value, preload):
     path = cache / "shard-00001.safetensors"

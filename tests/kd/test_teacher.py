@@ -67,9 +67,7 @@ def test_cached_targets_are_the_live_teacher(tmp_path, temperature, dtype):
     tolerance = 2e-6 if dtype == "float32" else 4e-3  # half a unit of float16 at log-probabilities of 4 to 8
     torch.testing.assert_close(target.logprobs_SK, expected.values, rtol=0, atol=tolerance)
     # The mass is exact even where the log-probabilities were rounded to float16.
-    torch.testing.assert_close(
-        target.logprobs_SK.exp().sum(-1), expected.values.exp().sum(-1), rtol=0, atol=1e-6
-    )
+    torch.testing.assert_close(target.logprobs_SK.exp().sum(-1), expected.values.exp().sum(-1), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
@@ -82,9 +80,7 @@ def test_with_k_equal_to_the_vocabulary_the_cache_trains_like_the_live_teacher(t
     teacher_logits = live_logits(teacher, batch).flatten(0, 1)
     student = torch.randn(20, VOCAB, generator=torch.Generator().manual_seed(5))
     cached_student, live_student = student.clone().requires_grad_(), student.clone().requires_grad_()
-    cached = sparse_kl(
-        cached_student, targets(batch, temperature, dataset.manifest), mask, temperature=temperature
-    )
+    cached = sparse_kl(cached_student, targets(batch, temperature, dataset.manifest), mask, temperature=temperature)
     live = soft_ce(live_student, teacher_logits, temperature, mask)
     cached.total.backward()
     live.total.backward()
@@ -93,9 +89,7 @@ def test_with_k_equal_to_the_vocabulary_the_cache_trains_like_the_live_teacher(t
     assert cached.count == live.count == 18
     torch.testing.assert_close(cached_student.grad, live_student.grad, rtol=1e-5, atol=2e-6)
     one = kd_soft_ce(student, teacher_logits, temperature)
-    assert one.item() == pytest.approx(
-        soft_ce(student, teacher_logits, temperature).total.item() / 20, rel=1e-6
-    )
+    assert one.item() == pytest.approx(soft_ce(student, teacher_logits, temperature).total.item() / 20, rel=1e-6)
 
 
 def test_fewer_candidates_than_stored_are_a_smaller_cache_with_the_same_total_mass(tmp_path):

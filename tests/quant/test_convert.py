@@ -1,4 +1,4 @@
-"""Whole models: what is replaced, that nothing changes where nothing should, and that peft can build on the result."""
+"""Whole models: what is replaced, that no logit changes, and that peft can build on the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search finds scales at least as good as abs-max for every group, and learned levels at least as good as even ones."""
+"""No group ends worse than abs-max, no learned table worse than an even one, and all is deterministic."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from qat_lora.quant import (
     search_initial_state,
     search_scales,
 )
+from qat_lora.quant.factors import factorise
 from tests.quant.forms import GRIDS, SHAPES, linear_of, weight_of
 
 FIXED = [grid for grid in GRIDS if grid[0] != "lut"]
@@ -40,6 +41,28 @@ def test_the_search_beats_abs_max_clearly_on_normal_weights(levels, bits):
     found = search_scales(weight_OI, form)
     rivals = [_errors(weight_OI, *rival, form).sum() for rival in _abs_max(weight_OI, form)]
     assert _errors(weight_OI, found.scale_OG, found.offset_OG, form).sum() < 0.9 * min(rivals)
+
+
+@pytest.mark.parametrize("levels", ["int", "balanced", "nf4"])
+def test_most_scales_are_the_least_squares_answer_to_their_own_codes(levels):
+    form = LinearQuant(4, levels, "group", 16, scale_dtype="float32")
+    weight_OI = weight_of(16, 64)
+    scale_OG = search_scales(weight_OI, form).scale_OG
+    level_OGg = level_values(form)[quantize(weight_OI, scale_OG, level_values(form), None, form).long()]
+    level_OGg, weight_OGg = level_OGg.view(16, 4, 16), weight_OI.view(16, 4, 16)
+    best_OG = (weight_OGg * level_OGg).sum(2) / level_OGg.square().sum(2)
+    assert torch.isclose(scale_OG, best_OG, rtol=1e-5).float().mean() > 0.7
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_factors_are_the_best_approximation_of_their_rank_with_a_short_last_group(rank):
+    form = LinearQuant(4, "balanced", "lowrank", 16, rank=rank, scale_dtype="float32")
+    scale_OG = torch.rand(12, 6, generator=torch.Generator().manual_seed(0)) + 0.1
+    a_OR, b_RI = factorise(scale_OG, 83, form)
+    spread_OI = scale_OG.repeat_interleave(16, 1)[:, :83]
+    u, sigma, v = torch.linalg.svd(spread_OI, full_matrices=False)
+    best_OI = (u[:, :rank] * sigma[:rank]) @ v[:rank]
+    assert torch.allclose(a_OR @ b_RI, best_OI, atol=1e-5)
 
 
 @pytest.mark.parametrize("levels", ["int", "nf4", "iq4_nl"])
@@ -108,12 +131,12 @@ def test_a_weight_of_zeros_gives_zeros():
         for scales in ("channel", "group", "lowrank"):
             form = LinearQuant(bits, levels, scales, 8, rank=2)
             state = search_initial_state(linear_of(torch.zeros(3, 20)).weight, form)
-            offset_OG = state.offset_OG
-            assert _rounding(torch.zeros(3, 20), state.scale(), state.levels_N, offset_OG, form).abs().max() == 0
+            rest = (state.scale(), state.levels_N, state.offset_OG, form)
+            assert _rounding(torch.zeros(3, 20), *rest).abs().max() == 0
 
 
 def _abs_max(weight_OI, form):
-    """Plain scales: the largest weight meets the largest level of either side; for affine, min and max meet the ends."""
+    """Plain scales: the largest weight meets either end; for affine, min and max meet the ends."""
     size = weight_OI.shape[1] if form.scales == "channel" else form.group_size
     groups = list(weight_OI.split(size, dim=1))
     grid_N = level_values(form)

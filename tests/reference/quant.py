@@ -1,7 +1,7 @@
 """Quantisation by NumPy loops, from the formula W ~ S * L[I] (+ Z): slow, plain, and independent of torch.
 
-Scales, offsets and levels are given as float32; the float operations follow docs/quantization.md, so that the results of
-the package must equal these exactly.
+Scales, offsets and levels are given as float32; the float operations follow docs/quantization.md, so that the
+results of the package must equal these exactly.
 """
 
 from __future__ import annotations

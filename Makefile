@@ -1,0 +1,56 @@
+# Everything sets itself up: `make demo` and `make test` need Python 3.11 and make, nothing else.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH ?= torch==2.13.0
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+# torch_xla has wheels for Linux on x86-64 alone; elsewhere its half of the tests is left out, and said to be.
+HAS_XLA := $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m))
+
+.PHONY: demo test lint test-torch test-xla proof bench venv venv-xla teacher clean
+.DEFAULT_GOAL := demo
+
+demo: venv  ## all five steps on the embedded teacher, under five minutes on two cores
+	.venv/bin/qat-lora demo $(DEMO_ARGS)
+
+test: lint test-torch $(if $(HAS_XLA),test-xla,test-xla-absent)  ## everything: linters, types, the suite on both torch versions
+
+lint: venv
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+test-torch: venv
+	.venv/bin/python -m pytest $(PYTEST_ARGS)
+
+test-xla: venv-xla  ## the same suite on torch 2.9 with torch_xla, on its CPU device
+	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest $(PYTEST_ARGS)
+
+test-xla-absent:
+	@echo "torch_xla has no wheel for this platform: the suite ran on $(TORCH) only"
+
+proof: venv  ## the slow proofs: the demo's bars at 2 and 4 bits
+	.venv/bin/python -m pytest -m slow -s $(PYTEST_ARGS)
+
+bench: venv
+	.venv/bin/python benchmarks/step_time.py
+
+teacher: venv  ## make the embedded teacher anew (about an hour)
+	.venv/bin/python scripts/train_embedded_teacher.py
+
+venv: .venv/.ready
+venv-xla: .venv-xla/.ready
+
+# torch comes first and by version: left to the resolver, Linux gets the newest CUDA build.
+.venv/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	.venv/bin/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	.venv/bin/pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $@
+
+.venv-xla/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-xla
+	.venv-xla/bin/pip install --quiet --disable-pip-version-check -e ".[xla,dev]"
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-xla build *.egg-info .pytest_cache .mypy_cache .ruff_cache

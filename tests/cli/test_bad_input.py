@@ -1,0 +1,268 @@
+"""A user's mistake is one sentence with the value, the place and the fix; exit code 2, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from qat_lora.cli.main import main
+from qat_lora.train.run import run_qat
+from tests.conftest import qat_run
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory, cache_dir) -> Path:
+    from qat_lora.runtime import LocalRuntime
+
+    return run_qat(
+        qat_run(cache_dir, tmp_path_factory.mktemp("run") / "qat", loop={"max_steps": 1}), LocalRuntime("cpu")
+    ).best
+
+
+@pytest.fixture
+def refused(capsys, tmp_path):
+    """Run a command that must be refused, and return the sentence that it prints."""
+
+    def run(*argv: object, names: tuple[str, ...]) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        assert main([str(a) for a in (*argv, *(() if argv[0] == "demo" else ("--device", "cpu")))]) == 2
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qat-lora: error:")]
+        assert len(lines) == 1
+        for name in names:
+            assert name in lines[0], lines[0]
+        assert sorted(tmp_path.rglob("*")) == before, "something was written"
+        return lines[0]
+
+    return run
+
+
+def test_missing_checkpoint(refused, tmp_path, cache_dir) -> None:
+    refused(
+        "recover", "--checkpoint", tmp_path / "no.pt", "--cache-dir", cache_dir, "--output", tmp_path / "out",
+        names=("no.pt", "does not exist", "best.pt"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("keep", [0, 10, 0.5, 0.99])
+def test_truncated_checkpoint(refused, tmp_path, cache_dir, student, keep) -> None:
+    data = student.read_bytes()
+    path = tmp_path / "cut.pt"
+    path.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
+    refused(
+        "recover", "--checkpoint", path, "--cache-dir", cache_dir, "--output", tmp_path / "out",
+        names=("cut.pt", "truncated"),
+    )  # fmt: skip
+
+
+def test_a_pickle_is_not_unpickled(refused, tmp_path, cache_dir) -> None:
+    torch.save({"format": "qat_lora.checkpoint", "evil": Path("x")}, tmp_path / "evil.pt")
+    refused("recover", "--checkpoint", tmp_path / "evil.pt", "--cache-dir", cache_dir, "--output", tmp_path / "out",
+            names=("evil.pt",))  # fmt: skip
+
+
+def test_another_tools_checkpoint(refused, tmp_path, cache_dir) -> None:
+    torch.save({"weights": torch.zeros(2)}, tmp_path / "other.pt")
+    refused(
+        "eval",
+        "--checkpoint",
+        tmp_path / "other.pt",
+        "--output",
+        tmp_path / "f.json",
+        names=("not written by qat_lora",),
+    )
+
+
+def test_checkpoint_of_another_model(refused, tmp_path, student, other_teacher_dir, text_file) -> None:
+    refused(
+        "eval", "--checkpoint", student, "--model", other_teacher_dir, "--data", text_file, "--seq-len", 24,
+        "--output", tmp_path / "f.json", names=("was made from", "weights", str(other_teacher_dir)),
+    )  # fmt: skip
+
+
+def test_cache_of_another_model(refused, tmp_path, cache_dir, other_teacher_dir) -> None:
+    refused(
+        "qat", "--cache-dir", cache_dir, "--model", other_teacher_dir, "--output", tmp_path / "out",
+        names=("teacher_digest", str(cache_dir)),
+    )  # fmt: skip
+
+
+def test_cache_of_another_tokenizer(refused, tmp_path, cache_dir, teacher_dir) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(teacher_dir, model)
+    tree = json.loads((model / "tokenizer.json").read_text())
+    tree["model"]["merges"] = tree["model"]["merges"][:-1]
+    (model / "tokenizer.json").write_text(json.dumps(tree))
+    refused(
+        "qat", "--cache-dir", cache_dir, "--model", model, "--output", tmp_path / "out", names=("tokenizer_digest",)
+    )
+
+
+def test_no_cache(refused, tmp_path) -> None:
+    refused("qat", "--cache-dir", tmp_path / "none", "--output", tmp_path / "out", names=("manifest.json", "none"))
+
+
+def test_a_temperature_that_the_cache_lacks(refused, tmp_path, cache_dir) -> None:
+    refused(
+        "qat", "--cache-dir", cache_dir, "--temperature", 3.5, "--output", tmp_path / "out", names=("3.5", "[1.0, 2.0]")
+    )
+
+
+def test_a_sequence_length_and_a_k_that_the_cache_lacks(refused, tmp_path, cache_dir) -> None:
+    refused("qat", "--cache-dir", cache_dir, "--seq-len", 48, "--output", tmp_path / "out", names=("48", "24"))
+    refused("qat", "--cache-dir", cache_dir, "--top-k", 999, "--output", tmp_path / "out", names=("999", "211"))
+
+
+def test_a_cache_longer_than_the_context(refused, tmp_path, teacher_dir, text_file) -> None:
+    refused(
+        "cache", "--teacher", teacher_dir, "--data", text_file, "--seq-len", 65, "--output", tmp_path / "c",
+        names=("65", "64"),
+    )  # fmt: skip
+
+
+def test_more_candidates_than_the_vocabulary_has(refused, tmp_path, teacher_dir, text_file) -> None:
+    refused(
+        "cache", "--teacher", teacher_dir, "--data", text_file, "--seq-len", 24, "--top-k", 212,
+        "--output", tmp_path / "c", names=("212", "211"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [0, -32, "x"])
+def test_a_group_size_that_is_no_positive_number(refused, tmp_path, cache_dir, size) -> None:
+    refused(
+        "qat", "--cache-dir", cache_dir, "--set", f"scheme.mlp.group_size={size}", "--output", tmp_path / "out",
+        names=("group_size", str(size)),
+    )  # fmt: skip
+
+
+def test_unknown_preset(refused, tmp_path, cache_dir) -> None:
+    refused(
+        "qat", "--cache-dir", cache_dir, "--preset", "q2_g23", "--output", tmp_path / "out", names=("q2_g23", "q2_g32")
+    )
+
+
+def test_unknown_override_key(refused, tmp_path, cache_dir) -> None:
+    refused(
+        "qat", "--cache-dir", cache_dir, "--set", "optim.learning=1", "--output", tmp_path / "out",
+        names=("optim.learning", "lr"),
+    )  # fmt: skip
+
+
+def test_unknown_flag_and_bad_numbers(refused, tmp_path, cache_dir) -> None:
+    out = ("--output", tmp_path / "out")
+    refused("qat", "--bach-size", 4, *out, names=("--bach-size", "--batch-size"))
+    refused("qat", "--batch-size", "four", *out, names=("batch_size", "'four'"))
+    refused("qat", "--batch-size", 0, *out, names=("batch_size", "0"))
+    refused("qat", "--lr", "nan", *out, names=("lr", "nan"))
+    refused("qat", "--train", "weigths", *out, names=("weigths", "weights"))
+    refused("eval", "--model", "embedded", "--stride", 128, *out, names=("stride", "128"))
+
+
+def test_unreadable_settings(refused, tmp_path) -> None:
+    (tmp_path / "s.json").write_text("{")
+    (tmp_path / "s.yaml").write_text("loop: [")
+    (tmp_path / "t.yaml").write_text("loop: {max_stepz: 3}")
+    out = ("--output", tmp_path / "out")
+    refused("qat", "--settings", tmp_path / "none.json", *out, names=("none.json",))
+    refused("qat", "--settings", tmp_path / "s.json", *out, names=("s.json",))
+    refused("qat", "--settings", tmp_path / "s.yaml", *out, names=("s.yaml",))
+    refused("qat", "--settings", tmp_path / "t.yaml", *out, names=("max_stepz", "max_steps"))
+
+
+@pytest.mark.parametrize("name", ["empty.txt", "blank.jsonl"])
+def test_empty_text(refused, tmp_path, teacher_dir, name) -> None:
+    (tmp_path / name).write_text('{"text": ""}\n' if name.endswith("jsonl") else " \n")
+    refused("cache", "--teacher", teacher_dir, "--data", tmp_path / name, "--seq-len", 24, "--top-k", 8,
+            "--output", tmp_path / "c", names=(name,))  # fmt: skip
+
+
+def test_missing_text(refused, tmp_path, teacher_dir) -> None:
+    refused("cache", "--teacher", teacher_dir, "--data", tmp_path / "no.txt", "--output", tmp_path / "c",
+            "--seq-len", 24, "--top-k", 8, names=("no.txt",))  # fmt: skip
+
+
+def test_ids_beyond_the_vocabulary(refused, tmp_path, teacher_dir, text_file) -> None:
+    """A tokenizer that is larger than the model's embedding."""
+    model = tmp_path / "model"
+    shutil.copytree(teacher_dir, model)
+    tree = json.loads((model / "tokenizer.json").read_text())
+    tree["model"]["vocab"] = {word: i + (200 if i else 0) for word, i in tree["model"]["vocab"].items()}
+    (model / "tokenizer.json").write_text(json.dumps(tree))
+    refused("cache", "--teacher", model, "--data", text_file, "--seq-len", 24, "--top-k", 8, "--output", tmp_path / "c",
+            names=("211",))  # fmt: skip
+
+
+def test_unwritable_output(refused, tmp_path, cache_dir, teacher_dir, text_file, student) -> None:
+    (tmp_path / "file").write_text("")
+    below = tmp_path / "file" / "out"
+    for argv in (
+        ("cache", "--teacher", teacher_dir, "--data", text_file, "--seq-len", 24, "--top-k", 8, "--output", below),
+        ("qat", "--cache-dir", cache_dir, "--output", below),
+        ("recover", "--cache-dir", cache_dir, "--checkpoint", student, "--output", below),
+        ("eval", "--model", teacher_dir, "--data", text_file, "--output", below / "f.json"),
+        ("export", "--checkpoint", student, "--output", below),
+        ("demo", "--output", below),
+    ):
+        refused(*argv, names=(str(tmp_path / "file"), "cannot be written"))
+
+
+def test_no_network_for_a_hub_id(refused, tmp_path) -> None:
+    refused(
+        "cache", "--teacher", "nobody/nothing", "--output", tmp_path / "c", names=("nobody/nothing", "local directory")
+    )
+
+
+def test_a_model_that_is_no_model(refused, tmp_path, teacher_dir) -> None:
+    refused("eval", "--model", tmp_path / "a" / "b" / "c", "--output", tmp_path / "f", names=("a/b/c", "directory"))
+    broken = tmp_path / "broken"
+    shutil.copytree(teacher_dir, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    refused("eval", "--model", broken, "--output", tmp_path / "f", names=("broken", "weights"))
+    (broken / "model.safetensors").unlink()
+    refused("eval", "--model", broken, "--output", tmp_path / "f", names=("broken",))
+
+
+def test_weights_that_are_missing_are_not_made_up(refused, tmp_path, teacher_dir) -> None:
+    from safetensors.torch import load_file, save_file
+
+    part = tmp_path / "part"
+    shutil.copytree(teacher_dir, part)
+    tensors = load_file(part / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+    refused("eval", "--model", part, "--output", tmp_path / "f", names=("up_proj", "part"))
+
+
+def test_absent_device(refused, capsys, tmp_path) -> None:
+    assert main(["qat", "--device", "cuda", "--output", str(tmp_path / "out")]) == 2
+    assert "--device cuda" in capsys.readouterr().err
+
+
+def test_contradictions(refused, tmp_path, cache_dir, student) -> None:
+    out = ("--cache-dir", cache_dir, "--output", tmp_path / "out")
+    refused("qat", *out, "--resume", "--from-scratch", names=("--resume", "--from-scratch"))
+    refused("qat", *out, "--from-scratch", "--checkpoint", student, names=("--from-scratch", "--checkpoint"))
+    refused(
+        "recover", *out, "--checkpoint", student, "--mlp-only", "--include-k-proj", names=("mlp_only", "include_k_proj")
+    )
+    refused("recover", *out, names=("--checkpoint",))
+
+
+def test_a_run_is_not_overwritten_by_accident(refused, tmp_path, cache_dir, student) -> None:
+    refused("qat", "--cache-dir", cache_dir, "--output", student.parent, names=("--resume", "--from-scratch"))
+    refused("qat", "--cache-dir", cache_dir, "--output", student.parent, "--resume", "--warmup-steps", 2,
+            "--lr", 5e-3, names=("optim.lr=0.002", "0.005"))  # fmt: skip
+
+
+def test_export_does_not_overwrite(refused, tmp_path, student) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "x").write_text("")
+    refused("export", "--checkpoint", student, "--output", tmp_path / "there", names=("there", "not empty"))
+    refused("export", "--checkpoint", student, "--format", "merged", "--output", tmp_path / "e", names=("no adapters",))
+    refused(
+        "export", "--checkpoint", student, "--format", "adapter", "--output", tmp_path / "e", names=("no adapters",)
+    )

@@ -1,0 +1,96 @@
+"""Perplexity, KL and agreement against NumPy in float64, window by window."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from qat_lora import models
+from qat_lora.evaluate import Fidelity, fidelity_table, measure, strided_windows, whole_windows, write_fidelity
+from tests.conftest import VOCAB
+from tests.tolerances import ORACLE_FLOAT32
+
+
+def oracle(student, teacher, windows) -> tuple[float, float, float, int]:
+    """The three numbers by their definitions, one position after the other."""
+    nll, kl, same, count = 0.0, 0.0, 0, 0
+    for ids, counted in zip(windows.input_ids_RT, windows.counted_RT, strict=True):
+        with torch.no_grad():
+            ours, theirs = (m(input_ids=ids[None]).logits[0].double().numpy() for m in (student, teacher))
+        for t in range(len(ids)):
+            if not counted[t]:
+                continue
+            q, p = (np.exp(z[t] - z[t].max()) / np.exp(z[t] - z[t].max()).sum() for z in (ours, theirs))
+            nll -= math.log(q[ids[t + 1]])
+            kl += float((p * np.log(p / q)).sum())
+            same += int(p.argmax() == q.argmax())
+            count += 1
+    return math.exp(nll / count), kl / count, same / count, count
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_measure_equals_the_definitions(teacher_dir, other_teacher_dir, runtime, batch_size) -> None:
+    student, teacher = (models.load(str(folder)).model for folder in (other_teacher_dir, teacher_dir))
+    ids_RT = torch.randint(0, VOCAB, (5, 17))
+    windows = whole_windows(ids_RT, torch.tensor([17, 17, 9, 17, 1]))
+    scores = measure(student, teacher, windows, batch_size=batch_size, runtime=runtime)
+    ppl, kl, top1, tokens = oracle(student, teacher, windows)
+    assert tokens == scores.tokens == 16 * 3 + 8
+    np.testing.assert_allclose([scores.perplexity, scores.kl], [ppl, kl], **ORACLE_FLOAT32._asdict())
+    assert scores.top1 == top1
+
+
+def test_a_teacher_is_at_distance_zero_of_itself(teacher_dir, runtime) -> None:
+    teacher, same = (models.load(str(teacher_dir)).model for _ in range(2))
+    windows = whole_windows(torch.randint(0, VOCAB, (2, 9)), torch.tensor([9, 9]))
+    for other in (teacher, same):
+        scores = measure(teacher, other, windows, batch_size=2, runtime=runtime)
+        assert (scores.kl, scores.top1) == (0.0, 1.0)
+
+
+def test_whole_windows_give_the_loss_of_transformers(teacher_dir, runtime) -> None:
+    model = models.load(str(teacher_dir)).model
+    ids_RT = torch.randint(0, VOCAB, (3, 20))
+    scores = measure(model, model, whole_windows(ids_RT, torch.full((3,), 20)), batch_size=3, runtime=runtime)
+    with torch.no_grad():
+        expected = model(input_ids=ids_RT, labels=ids_RT).loss.exp().item()
+    assert scores.perplexity == pytest.approx(expected, rel=1e-5)
+
+
+def test_measuring_leaves_the_model_in_the_mode_it_was_in(teacher_dir, runtime) -> None:
+    model = models.load(str(teacher_dir)).model.train()
+    measure(model, models.load(str(teacher_dir)).model, whole_windows(torch.zeros(1, 5).long(), torch.tensor([5])),
+            batch_size=1, runtime=runtime)  # fmt: skip
+    assert model.training
+
+
+@pytest.mark.parametrize("length", [2, 5, 8, 9, 21, 40])
+@pytest.mark.parametrize("stride", [1, 3, 7])
+def test_strided_windows_predict_every_token_once_with_the_most_context(length: int, stride: int) -> None:
+    row_length, stream = 8, torch.arange(100, 100 + length)
+    windows = strided_windows(stream, row_length, stride)
+    predicted = []
+    for number, (ids, counted) in enumerate(zip(windows.input_ids_RT, windows.counted_RT, strict=True)):
+        for t in counted.nonzero()[:, 0].tolist():
+            predicted.append(int(ids[t + 1]))
+            assert number == 0 or t + 1 >= row_length - stride, "a later window counts only what is at its end"
+    assert predicted == stream[1:].tolist()
+
+
+def test_stride_of_a_whole_window_loses_only_what_whole_windows_cannot_see() -> None:
+    stream = torch.arange(32)
+    strided = strided_windows(stream, 8, 4)
+    whole = whole_windows(stream.view(4, 8), torch.full((4,), 8))
+    assert int(strided.counted_RT.sum()) == 31
+    assert int(whole.counted_RT.sum()) == 28
+
+
+def test_fidelity_json_and_table_hold_every_field(tmp_path) -> None:
+    row = Fidelity("qat", 3.0, 12.5, 0.25, 0.75, 1_500_000, 99)
+    write_fidelity(tmp_path / "fidelity.json", [row])
+    assert Fidelity(**json.loads((tmp_path / "fidelity.json").read_text())[0]) == row
+    assert [c.header for c in fidelity_table([row]).columns][:2] == ["stage", "bits/weight"]
