@@ -2,17 +2,16 @@
 
     python scripts/train_embedded_teacher.py          # makes qat_lora/assets/teacher again, up to float noise
 
-Reads the train side of `qat_lora.data.corpus`, fits a byte-level BPE tokenizer on it, trains the model,
-measures the loss on the eval side, and writes a transformers directory plus `training.json`, the record of how
-it was made. The folder is rewritten every `--save-every` steps, so an interrupted run leaves a loadable model
-whose record says how far it came.
-
+Reads the train side of `qat_lora.data.corpus`, fits a byte-level BPE tokenizer on it, trains the model, measures the
+loss on the eval side, and writes a transformers directory plus `training.json`, the record of how it was made. The
+folder is rewritten every `--save-every` steps, so an interrupted run leaves a loadable model that says how far it came.
 All on the CPU: float32 weights, bfloat16 matrix products (autocast), compiled by inductor where g++ is there.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import json
 import logging
@@ -27,17 +26,14 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from qat_lora.data.corpus import corpus_texts
 
-logger = logging.getLogger("train_embedded_teacher")
-
 END_OF_TEXT = "<|endoftext|>"  # begins, ends and pads; id 0
-SAMPLE_PROMPT = "Return the"
 
 
 def main() -> None:
@@ -47,7 +43,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
 
-    texts = {"train": list(corpus_texts("train")), "eval": list(corpus_texts("eval"))}
+    texts = {split: list(corpus_texts(split)) for split in ("train", "eval")}
     tokenizer = fit_tokenizer(texts["train"], vocab_size=args.vocab_size)
     streams = {split: token_stream(documents, tokenizer) for split, documents in texts.items()}
     model = Qwen3ForCausalLM(teacher_config(args))
@@ -57,13 +53,13 @@ def main() -> None:
         "corpus": {split: corpus_record(texts[split], streams[split]) for split in texts},
         "parameters": model.num_parameters(),
     }
-    logger.info("%s", origin)
+    logging.info("%s", origin)
 
     started = time.perf_counter()
     for step, train_loss in train(model, streams["train"], args):
         wall_seconds = time.perf_counter() - started
         if step % args.log_every == 0:
-            logger.info("step %d loss %.4f seconds_per_step %.3f", step, train_loss, wall_seconds / step)
+            logging.info("step %d loss %.4f seconds_per_step %.3f", step, train_loss, wall_seconds / step)
         if step % args.save_every == 0 or step == args.steps:
             progress = {
                 "steps_done": step,
@@ -74,8 +70,8 @@ def main() -> None:
             with torch.random.fork_rng():  # how often we look must not change what is trained
                 progress |= evaluate(model, streams["eval"], seq_len=args.seq_len)
                 progress["sample"] = sample(model, tokenizer)
-                write_teacher(args.output, model, tokenizer, record={**origin, **progress})
-            logger.info("step %d saved in %s: held-out loss %s", step, args.output, progress["heldout_loss"])
+                write_teacher(args.output, model, tokenizer, origin | progress)
+            logging.info("step %d saved in %s: held-out loss %s", step, args.output, progress["heldout_loss"])
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -84,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("qat_lora/assets/teacher"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3600)
+    parser.add_argument("--steps", type=int, default=1800)
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per step")
     parser.add_argument("--seq-len", type=int, default=512, help="tokens per sequence")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="at the peak, after warm-up")
@@ -93,8 +89,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--dropout", type=float, default=0.1, help="on embeddings and block outputs")
     parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument("--log-every", type=int, default=50)
-    parser.add_argument("--save-every", type=int, default=500)
+    parser.add_argument("--log-every", type=int, default=25)
+    parser.add_argument("--save-every", type=int, default=250)
     return parser.parse_args()
 
 
@@ -123,10 +119,8 @@ def fit_tokenizer(texts: list[str], *, vocab_size: int) -> PreTrainedTokenizerFa
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator(texts, trainer)
+    options = {"vocab_size": vocab_size, "special_tokens": [END_OF_TEXT], "initial_alphabet": alphabet}
+    bpe.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(**options, show_progress=False))
     special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
     return PreTrainedTokenizerFast(tokenizer_object=bpe, model_max_length=512, **special)
 
@@ -150,7 +144,7 @@ def train(model: Qwen3ForCausalLM, stream: Tensor, args: argparse.Namespace) -> 
         model.train()
         loss = loss_of(model, next(batches))
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
             schedule.step()
@@ -162,7 +156,7 @@ def train(model: Qwen3ForCausalLM, stream: Tensor, args: argparse.Namespace) -> 
 def add_dropout(model: Qwen3ForCausalLM, probability: float) -> None:
     """Drop parts of the embeddings and of what each block adds: the corpus is small and seen many times."""
 
-    def drop(module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def drop(module: torch.nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return F.dropout(output, probability, training=module.training)
 
     for name, module in model.named_modules():
@@ -180,18 +174,17 @@ def next_token_loss(model: Qwen3ForCausalLM, ids_BT: Tensor) -> Tensor:
 def make_optimizers(model: Qwen3ForCausalLM, args: argparse.Namespace) -> list[Optimizer]:
     """Return Muon for the blocks' matrices, and AdamW for the embedding and (undecayed) the norms' gains."""
     gains = [p for p in model.parameters() if p.ndim == 1]
-    embedding = [model.get_input_embeddings().weight]
-    matrices = [p for p in model.parameters() if p.ndim > 1 and p is not embedding[0]]
-    rate, decay = args.learning_rate, args.weight_decay
-    return [
-        Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
-        AdamW([{"params": embedding}, {"params": gains, "weight_decay": 0.0}], lr=rate, weight_decay=decay),
-    ]
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    embedding = model.get_input_embeddings().parameters()
+    shared = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
+    adamw = AdamW([{"params": embedding}, {"params": gains, "weight_decay": 0.0}], **shared)
+    return [Muon(matrices, adjust_lr_fn="match_rms_adamw", **shared), adamw]
 
 
 def learning_rate_factor(step: int, args: argparse.Namespace) -> float:
     """Rise in a line during warm-up, stay, then fall in a line to nought."""
-    return min(1.0, (step + 1) / args.warmup_steps, (args.steps - step) / (args.decay_fraction * args.steps))
+    falling_steps = max(1.0, args.decay_fraction * args.steps)
+    return min(1.0, (step + 1) / max(1, args.warmup_steps), (args.steps - step) / falling_steps)
 
 
 def endless_batches(stream: Tensor, args: argparse.Namespace) -> Iterator[Tensor]:
@@ -201,16 +194,14 @@ def endless_batches(stream: Tensor, args: argparse.Namespace) -> Iterator[Tensor
         offset = int(torch.randint(args.seq_len, (1,), generator=generator))
         rows = stream[offset:].unfold(0, args.seq_len + 1, args.seq_len)
         order = torch.randperm(len(rows), generator=generator)
-        for picked in order.split(args.batch_size):
-            if len(picked) == args.batch_size:  # one shape only: a second one would compile again
-                yield rows[picked]
+        for start in range(0, len(rows) - args.batch_size + 1, args.batch_size):  # whole batches: one shape to compile
+            yield rows[order[start : start + args.batch_size]]
 
 
 @torch.no_grad()
 def evaluate(model: Qwen3ForCausalLM, stream: Tensor, *, seq_len: int) -> dict[str, float]:
     """Return held-out loss and perplexity of the weights as saved (bfloat16), in float32 arithmetic."""
-    rounded = Qwen3ForCausalLM(model.config).eval()
-    rounded.load_state_dict({name: value.bfloat16().float() for name, value in model.state_dict().items()})
+    rounded = copy.deepcopy(model).bfloat16().float().eval()
     rows = stream.unfold(0, seq_len + 1, seq_len)
     total = 0.0
     for ids_BT in rows.split(16):
@@ -222,7 +213,7 @@ def evaluate(model: Qwen3ForCausalLM, stream: Tensor, *, seq_len: int) -> dict[s
 
 def sample(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> str:
     """Return a continuation of a fixed prompt, drawn with a fixed seed."""
-    inputs = tokenizer(SAMPLE_PROMPT, return_tensors="pt", return_token_type_ids=False)
+    inputs = tokenizer("Return the", return_tensors="pt", return_token_type_ids=False)
     torch.manual_seed(0)
     ids = model.eval().generate(**inputs, max_new_tokens=160, do_sample=True, temperature=0.7, top_k=40)
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))
@@ -236,8 +227,7 @@ def command_line(args: argparse.Namespace) -> str:
 
 def corpus_record(texts: list[str], stream: Tensor) -> dict[str, int | str]:
     """Return the size of one side of the corpus, and a digest that tells another Python's text apart."""
-    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
-    characters = sum(map(len, texts))
+    characters, digest = sum(map(len, texts)), hashlib.sha256("\0".join(texts).encode()).hexdigest()
     return {"documents": len(texts), "characters": characters, "tokens": len(stream), "sha256": digest}
 
 
@@ -247,11 +237,10 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **libraries, "machine": platform.machine()}
 
 
-def write_teacher(folder: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, record: dict) -> None:
+def write_teacher(folder: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, record: dict) -> None:
     """Write a transformers directory in bfloat16, and the record beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    saved = Qwen3ForCausalLM(model.config).bfloat16()
-    saved.load_state_dict(model.state_dict())
+    saved = copy.deepcopy(model).bfloat16()
     saved.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0)
     saved.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

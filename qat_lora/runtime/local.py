@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import resource
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,12 +61,15 @@ class LocalRuntime(Alone):
 
 def process_memory() -> MemoryUse:
     """Resident bytes of this process, its peak, and the machine's total."""
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB on Linux, in bytes on macOS
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    used, total = peak, 0
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        page = resource.getpagesize()
-        used = int(statm.read_text().split()[1]) * page
-        total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
-    return MemoryUse(used, max(peak, used), total)
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage's peak is inherited from the parent process there
+        total = _kib_field(Path("/proc/meminfo"), "MemTotal")
+        return MemoryUse(_kib_field(status, "VmRSS"), _kib_field(status, "VmHWM"), total)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
+    return MemoryUse(peak, peak, 0)
+
+
+def _kib_field(path: Path, name: str) -> int:
+    """Bytes of a line such as ``VmRSS:  1234 kB``."""
+    line = next(line for line in path.read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024

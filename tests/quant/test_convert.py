@@ -19,9 +19,6 @@ from qat_lora.quant import (
     to_dense,
 )
 
-# peft 0.21 asks transformers 5.23 for a name that is going away
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 SCHEME = QuantScheme(
