@@ -5,7 +5,7 @@
 Reads the train side of `qat_lora.data.corpus`, fits a byte-level BPE tokenizer on it, trains the model, measures the
 loss on the eval side, and writes a transformers directory plus `training.json`, the record of how it was made. The
 folder is rewritten every `--save-every` steps, so an interrupted run leaves a loadable model that says how far it came.
-All on the CPU: float32 weights, bfloat16 matrix products (autocast), compiled by inductor where g++ is there.
+The CPU does it all: float32 weights, bfloat16 products (autocast), compiled by inductor where g++ is there.
 """
 
 from __future__ import annotations
@@ -203,11 +203,11 @@ def evaluate(model: Qwen3ForCausalLM, stream: Tensor, *, seq_len: int) -> dict[s
     """Return held-out loss and perplexity of the weights as saved (bfloat16), in float32 arithmetic."""
     rounded = copy.deepcopy(model).bfloat16().float().eval()
     rows = stream.unfold(0, seq_len + 1, seq_len)
-    total = 0.0
+    losses = []
     for ids_BT in rows.split(16):
         logits_BTV = rounded(input_ids=ids_BT[:, :-1]).logits
-        total += F.cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="sum").item()
-    loss = total / (len(rows) * seq_len)
+        losses.append(F.cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="none"))
+    loss = torch.cat(losses).mean().item()
     return {"heldout_loss": round(loss, 4), "heldout_perplexity": round(math.exp(loss), 3)}
 
 
