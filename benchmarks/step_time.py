@@ -7,8 +7,9 @@ Four steps of the same model on the same batches against the same cached targets
     LoRA                plain nn.Linear frozen, peft adapters trained
     recovery            CodedLinear frozen, peft adapters trained
 
-The steps are interleaved, so that a busy machine slows all alike; a ratio is the median over rounds of the ratio within a round.
-Peak memory is measured in a process of its own for each, as growth of the resident set from before the first step.
+The steps are interleaved, so that a busy machine slows all alike; a ratio is the median over rounds of the ratio within
+a round. Peak memory is measured in a process of its own for each, as growth of the resident set from before the first
+step.
 
     python benchmarks/step_time.py [--preset q2_g32] [--rounds 20] [--json PATH]
 """
@@ -64,7 +65,9 @@ def build(kind: str, preset: str) -> TrainState:
                 freeze_codes(model)
             model = adapters.attach(model, targets, AdapterConfig(), base_name=models.EMBEDDED)
             weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return TrainState(model.train(), weights | scales, build_optimizer(weights.values(), scales.values(), OptimConfig()))
+    return TrainState(
+        model.train(), weights | scales, build_optimizer(weights.values(), scales.values(), OptimConfig())
+    )
 
 
 def stepper(kind: str, cache: Path, args: argparse.Namespace) -> Callable[[], None]:
@@ -127,7 +130,9 @@ def main() -> None:
         cache = Path(folder) / "cache"
         commands.cache(CacheRun(output=cache, max_rows=64, seq_len=128))
         rows = measure(cache, args)
-    print(f"{args.preset}, batch {args.batch_size} x 128 tokens, {torch.get_num_threads()} threads, {args.rounds} rounds")
+    print(
+        f"{args.preset}, batch {args.batch_size} x 128 tokens, {torch.get_num_threads()} threads, {args.rounds} rounds"
+    )
     print(f"{'step':16}{'ms':>8}{'ratio':>8}  {'of':16}{'bar':>6}{'peak MiB':>10}")
     for row in rows:
         bar = BARS.get(str(row["kind"]), "")

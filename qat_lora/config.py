@@ -159,7 +159,7 @@ class PlaceConfig:
 
     device: Device = setting("auto", "auto takes the best device there and says which")
     allow_fallback: bool = setting(False, "go on with the CPU, with a warning, where the named device is absent")
-    dtype: Dtype = setting("auto", "compute precision; auto: fp32 on CPU, bf16 elsewhere")
+    dtype: Dtype = setting("auto", "compute precision; auto: fp32 on CPU and MPS, bf16 on CUDA and TPU")
     threads: int = setting(0, "CPU threads; 0 leaves torch's own choice")
 
     def __post_init__(self) -> None:
@@ -266,7 +266,9 @@ class EvalRun:
     model: str = setting("", "directory or hub id to evaluate; with --checkpoint the model that was quantised")
     checkpoint: str = setting("", "a checkpoint of qat or recover to evaluate on top of --model")
     adapter_dir: str = setting("", "a peft adapter to load on top of --model", "--adapter")
-    teacher: str = setting("", "directory or hub id to compare with; default: the model itself under --checkpoint")
+    teacher: str = setting(
+        "", "directory or hub id to compare with; default: the model that --checkpoint was made from, else none"
+    )
     data: str = setting("embedded:eval", "text to evaluate on, as for cache")
     seq_len: int = setting(128, "tokens per window")
     stride: int = setting(0, "tokens between two windows; 0: windows do not overlap")
@@ -302,7 +304,6 @@ class ExportRun:
         "merged: adapters folded into the weights",
     )
     output: Path = setting(Path("export"), "new folder")
-    place: PlaceConfig = PlaceConfig()
 
     def __post_init__(self) -> None:
         check_choices(self)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 EMBEDDED = "embedded"
 
 _ATTENTION_WORDS = ("attn", "attention")
+_ROUTERS = ("gate", "router", "shared_expert_gate")  # a mixture's choice of experts is small and must stay exact
 _MLP_WORDS = ("mlp", "feed_forward", "ffn", "experts", "block_sparse_moe")
 
 
@@ -190,7 +191,9 @@ def _block_linears(model: nn.Module) -> Iterator[tuple[str, str, nn.Linear]]:
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.Linear) or ".lora_" in name:  # peft's own Linears are no part of the model
             continue
-        parts = name.split(".")[:-1]
+        *parts, last = name.split(".")
+        if last in _ROUTERS:
+            continue
         if any(word in part for part in parts for word in _ATTENTION_WORDS):
             yield name, "attention", layer
         elif any(word in part for part in parts for word in _MLP_WORDS):

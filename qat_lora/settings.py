@@ -130,6 +130,8 @@ def load_settings(config: T, path: Path) -> T:
         tree = _read_yaml(path) if path.suffix in (".yaml", ".yml") else json.loads(path.read_text())
     except ValueError as error:
         raise ConfigError(f"settings file {path} cannot be read: {str(error).splitlines()[0]}; correct it.") from None
+    if isinstance(tree, dict) and {"command", "config"} <= tree.keys():  # the run.json of an earlier run
+        tree = tree["config"]
     for dotted, value in _flatten(tree).items():
         config = override(config, dotted, value)
     return config

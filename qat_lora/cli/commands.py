@@ -13,10 +13,19 @@ from qat_lora.cli.progress import BarHook, bar
 from qat_lora.config import CacheRun, EvalRun, ExportRun, QatRun, RecoveryRun
 from qat_lora.data import read_texts, tokenize_blocks
 from qat_lora.errors import ConfigError, ModelError, OutputError
-from qat_lora.evaluate import Fidelity, Windows, measure, size_of, strided_windows, whole_windows, write_fidelity
+from qat_lora.evaluate import (
+    Fidelity,
+    Windows,
+    hidden_and_head,
+    measure,
+    size_of,
+    strided_windows,
+    whole_windows,
+    write_fidelity,
+)
 from qat_lora.export import ADAPTER_FOLDER, export_adapter, export_dequantized, export_merged, verify_export
 from qat_lora.files import check_writable
-from qat_lora.kd import CacheManifest, CacheWriter, Head, build_cache
+from qat_lora.kd import CacheManifest, CacheWriter, build_cache
 from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.train.checkpoint import load_checkpoint
 from qat_lora.train.run import Launch, RunResult, run_qat, run_recovery
@@ -55,11 +64,10 @@ def cache(run: CacheRun) -> CacheManifest:
     writer = CacheWriter(run.output, manifest)
     model = runtime.place(loaded.model)
 
-    def hidden_states(ids_BT: Tensor) -> Tensor:
-        with runtime.autocast():
-            return models.trunk_hidden(model, ids_BT)
+    _, head = hidden_and_head(model, blocks.input_ids_RT[:1, :1].long().to(runtime.device), runtime)
 
-    head = Head(*models.head_parts(model, runtime.precision.compute))
+    def hidden_states(ids_BT: Tensor) -> Tensor:
+        return hidden_and_head(model, ids_BT, runtime)[0].unflatten(0, ids_BT.shape)
 
     def logits(hidden_SH: Tensor) -> Tensor:
         return head(hidden_SH)
@@ -100,12 +108,13 @@ def evaluate(run: EvalRun) -> Fidelity:
 
 
 def evaluate_model(
-    run: EvalRun, runtime: Runtime, student: nn.Module, teacher: nn.Module, loaded: models.Loaded
+    run: EvalRun, runtime: Runtime, student: nn.Module, teacher: nn.Module | None, loaded: models.Loaded
 ) -> Fidelity:
     """Measure a model in memory on the run's text."""
     windows = eval_windows(run, loaded)
     runtime.place(student)
-    runtime.place(teacher)
+    if teacher is not None:
+        runtime.place(teacher)
     done = 0
     with bar(f"eval {run.stage}", total=windows.input_ids_RT.shape[0]) as update:
 
@@ -128,13 +137,15 @@ def eval_windows(run: EvalRun, loaded: models.Loaded) -> Windows:
         read_texts(run.data),
         loaded.tokenizer,
         run.seq_len,
-        max_rows=run.max_rows or None,
+        max_rows=None if run.stride else run.max_rows or None,
         vocab_size=loaded.identity.vocab_size,
     )
     if not run.stride:
         return whole_windows(blocks.input_ids_RT, blocks.lengths_R)
     stream = blocks.input_ids_RT.flatten()[: int(blocks.lengths_R.sum())]
-    return strided_windows(stream, run.seq_len, run.stride)
+    windows = strided_windows(stream, run.seq_len, run.stride)
+    first = slice(run.max_rows or None)
+    return Windows(windows.input_ids_RT[first], windows.counted_RT[first])
 
 
 def export(run: ExportRun) -> Path:
@@ -169,7 +180,8 @@ def _write_export(run: ExportRun, student: nn.Module, loaded: models.Loaded, fol
         return folder
     adapter = folder / ADAPTER_FOLDER if run.format == "adapter" or adapters.has_adapters(student) else None
     if adapter is not None:
-        export_adapter(student, adapter, base_name=str(run.output))
+        dequantized = f"dequantized export of {run.checkpoint}" if run.format == "adapter" else str(run.output)
+        export_adapter(student, adapter, base_name=dequantized)
     export_dequantized(student, loaded.tokenizer, folder)
     verify_export(student, folder, adapter=adapter, exact=True)
     return folder / ADAPTER_FOLDER if run.format == "adapter" else folder
@@ -177,6 +189,8 @@ def _write_export(run: ExportRun, student: nn.Module, loaded: models.Loaded, fol
 
 def _evaluated(run: EvalRun) -> tuple[models.Loaded, nn.Module]:
     """The model that is evaluated, and what it was loaded from."""
+    if run.checkpoint and run.adapter_dir:
+        raise ConfigError("--checkpoint and --adapter both name adapters or a student; give one of them.")
     if run.checkpoint:
         path = Path(run.checkpoint)
         loaded = models.load(run.model or load_checkpoint(path)["identity"]["name"])
@@ -188,15 +202,17 @@ def _evaluated(run: EvalRun) -> tuple[models.Loaded, nn.Module]:
     return loaded, adapters.load(student, Path(run.adapter_dir)) if run.adapter_dir else student
 
 
-def _teacher(run: EvalRun, loaded: models.Loaded) -> nn.Module:
-    """The teacher, by default the model as it was before it was quantised."""
-    name = run.teacher or (loaded.identity.name if run.checkpoint or run.adapter_dir else "")
+def _teacher(run: EvalRun, loaded: models.Loaded) -> nn.Module | None:
+    """The teacher that was named; for a checkpoint, by default, the model that it was made from."""
+    name = run.teacher or (loaded.identity.name if run.checkpoint else "")
     if not name:
-        return loaded.model
+        return None
     teacher = models.load(name)
-    if teacher.identity.vocab_size != loaded.identity.vocab_size:
-        raise ModelError(
-            f"teacher {name!r} has a vocabulary of {teacher.identity.vocab_size}, the model one of "
-            f"{loaded.identity.vocab_size}; give the teacher that the model comes from."
-        )
+    for part in ("vocab_size", "tokenizer"):
+        ours, theirs = getattr(loaded.identity, part), getattr(teacher.identity, part)
+        if ours != theirs:
+            raise ModelError(
+                f"teacher {name!r} has {part} {theirs}, the model {loaded.identity.name!r} has {ours}; give the "
+                "teacher that the model comes from."
+            )
     return teacher.model

@@ -45,9 +45,7 @@ def demo(output: Path, *, preset: str, device: str, steps_factor: float) -> list
     commands.cache(_cache_run(output, place))
     qat = commands.qat(qat_run)
     recovery = commands.recover(_recovery_run(output, qat, place, steps_factor))
-    exported = commands.export(
-        ExportRun(checkpoint=str(recovery.best), format="dequantized", output=output / "export", place=place)
-    )
+    exported = commands.export(ExportRun(checkpoint=str(recovery.best), format="dequantized", output=output / "export"))
     rows = _fidelity(qat_run, qat, recovery, exported, runtime)
     write_fidelity(output / "fidelity.json", rows)
     write_report(output / "report.png", rows, {"qat": qat.losses.rows, "recovery": recovery.losses.rows})

@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"qat-lora: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("qat-lora: interrupted; the same command with --resume goes on", file=sys.stderr)
+        print("qat-lora: interrupted; run the command again to go on (qat and recover: with --resume)", file=sys.stderr)
         return 130
 
 
@@ -71,7 +71,8 @@ def _export(args: argparse.Namespace) -> None:
     from qat_lora.cli import commands
 
     run: Any = run_from(args, ExportRun)
-    print(f"{commands.export(run)}: {run.format}, reloaded and equal to the student")
+    how = "equal to the student up to rounding" if run.format == "merged" else "equal to the student bit for bit"
+    print(f"{commands.export(run)}: {run.format}, reloaded, logits {how}")
 
 
 def _demo(args: argparse.Namespace) -> None:

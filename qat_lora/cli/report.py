@@ -16,11 +16,12 @@ def write_report(path: Path, stages: Sequence[Fidelity], curves: Mapping[str, Ro
     for axes, (name, rows) in zip(top.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
         draw_losses(axes, rows, title=name)
     kl_axes, top1_axes = bottom.subplots(1, 2)
+    stages = [row for row in stages if row.kl is not None]
     names = [f"{row.stage}\n{row.bits_per_weight:.2f} bits" for row in stages]
     bars = kl_axes.bar(names, [row.kl for row in stages], color="tab:red")
     kl_axes.bar_label(bars, [f"{row.kl:.3f}" for row in stages])
     kl_axes.set(title="KL(teacher || student), nats per token", ylabel="lower is better")
-    bars = top1_axes.bar(names, [100 * row.top1 for row in stages], color="tab:blue")
+    bars = top1_axes.bar(names, [100 * (row.top1 or 0.0) for row in stages], color="tab:blue")
     top1_axes.bar_label(bars, [f"{row.top1:.1%}" for row in stages])
     top1_axes.set(title="top-1 agreement with the teacher", ylabel="%", ylim=(0, 110))
     for axes in (kl_axes, top1_axes):

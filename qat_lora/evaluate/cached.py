@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from qat_lora import models
-from qat_lora.kd import CacheManifest, Head, SparseTarget, chunked_head_loss, position_mask, sparse_kl, targets
+from qat_lora.evaluate.forward import hidden_and_head
+from qat_lora.kd import CacheManifest, SparseTarget, chunked_head_loss, position_mask, sparse_kl, targets
 from qat_lora.runtime import Runtime
 
 
@@ -36,9 +36,7 @@ def cached_kl(
         def chunk_kl(logits_CV: Tensor, rows: slice, target: SparseTarget = target, mask_S: Tensor = mask_S) -> Tensor:
             return sparse_kl(logits_CV, target.at(rows), mask_S[rows], temperature=1.0, support="full").total
 
-        with runtime.autocast():
-            hidden_SH = models.trunk_hidden(model, batch["input_ids"]).flatten(0, 1)
-        head = Head(*models.head_parts(model, hidden_SH.dtype))
+        hidden_SH, head = hidden_and_head(model, batch["input_ids"], runtime)
         total = total + chunked_head_loss(hidden_SH, head, chunk_kl, chunk_tokens=chunk_tokens)
         count = count + mask_S.sum()
         runtime.mark_step()

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qat_lora import models
+from qat_lora.evaluate.forward import hidden_and_head
 from qat_lora.evaluate.windows import Windows
-from qat_lora.kd import Head
+from qat_lora.kd import next_tokens
 from qat_lora.runtime import Runtime
 
 CHUNK_TOKENS = 512
@@ -25,17 +25,20 @@ class Fidelity:
     """One row of the fidelity table.
 
     Attributes:
-        stage: which model. bits_per_weight: of the quantised Linears, scales and adapters counted.
-        perplexity: exp of the mean next-token negative log-likelihood, in tokens. kl: mean KL(teacher || student) in
-            nats per token at T = 1. top1: share of positions where both put the same token first. size_bytes: of the
-            whole model as stored. tokens: predictions counted.
+        stage: which model.
+        bits_per_weight: of the quantised Linears, scales and adapters counted.
+        perplexity: exp of the mean next-token negative log-likelihood, in tokens.
+        kl: mean KL(teacher || student) in nats per token at T = 1; None where there was no teacher to compare with.
+        top1: share of positions where both put the same token first; None likewise.
+        size_bytes: of the whole model as stored.
+        tokens: predictions counted.
     """
 
     stage: str
     bits_per_weight: float
     perplexity: float
-    kl: float
-    top1: float
+    kl: float | None
+    top1: float | None
     size_bytes: int
     tokens: int
 
@@ -45,54 +48,58 @@ class Scores:
     """What `measure` reads off the logits; see `Fidelity` for the units."""
 
     perplexity: float
-    kl: float
-    top1: float
+    kl: float | None
+    top1: float | None
     tokens: int
 
 
 @torch.no_grad()
 def measure(
     student: nn.Module,
-    teacher: nn.Module,
+    teacher: nn.Module | None,
     windows: Windows,
     *,
     batch_size: int,
     runtime: Runtime,
     on_batch: Callable[[int], None] = lambda rows: None,
 ) -> Scores:
-    """Compare a student with its teacher on the windows' counted positions; the teacher itself has KL 0 and top-1 1.
+    """Compare a student with its teacher, if one is given, on the windows' counted positions.
 
-    Both models lie on the runtime's device and are put into evaluation mode. `on_batch` is told the rows done.
+    The models lie on the runtime's device and keep the mode they are in. `on_batch` is told the rows done.
     """
-    was_training = student.training
-    student.eval()
-    teacher.eval()
+    models_used = [student] if teacher is None else [student, teacher]
+    modes = [model.training for model in models_used]
+    for model in models_used:
+        model.eval()
     total = torch.zeros(3, dtype=torch.float64)
     for begin in range(0, windows.input_ids_RT.shape[0], batch_size):
         rows = slice(begin, begin + batch_size)
-        ids_BT, counted_BT = windows.input_ids_RT[rows], windows.counted_RT[rows]
-        total += _batch_sums(student, teacher, ids_BT, counted_BT, runtime)
-        on_batch(ids_BT.shape[0])
-    student.train(was_training)
+        batch = runtime.to_device({"ids": windows.input_ids_RT[rows], "counted": windows.counted_RT[rows]})
+        total += _batch_sums(student, teacher, batch["ids"], batch["counted"], runtime)
+        on_batch(batch["ids"].shape[0])
+    for model, mode in zip(models_used, modes, strict=True):
+        model.train(mode)
     tokens = int(windows.counted_RT.sum())
     nll, kl, same = (total / max(1, tokens)).tolist()
-    return Scores(math.exp(min(nll, 700.0)), kl, same, tokens)
+    perplexity = math.exp(min(nll, 700.0))  # exp overflows beyond
+    return Scores(perplexity, None, None, tokens) if teacher is None else Scores(perplexity, kl, same, tokens)
 
 
-def _batch_sums(student: nn.Module, teacher: nn.Module, ids_BT: Tensor, counted_BT: Tensor, runtime: Runtime) -> Tensor:
+def _batch_sums(
+    student: nn.Module, teacher: nn.Module | None, ids_BT: Tensor, counted_BT: Tensor, runtime: Runtime
+) -> Tensor:
     """Sums of negative log-likelihood, KL and agreement over one batch: [3] float64 on the CPU."""
-    on_device = runtime.to_device({"ids": ids_BT, "counted": counted_BT})
-    ids, weight_S = on_device["ids"], on_device["counted"].flatten().double()
-    next_S = torch.roll(ids, -1, dims=1).flatten()
-    with runtime.autocast():
-        ours_SH = models.trunk_hidden(student, ids).flatten(0, 1)
-        theirs_SH = ours_SH if teacher is student else models.trunk_hidden(teacher, ids).flatten(0, 1)
-    our_head, their_head = (Head(*models.head_parts(m, ours_SH.dtype)) for m in (student, teacher))
-    sums = torch.zeros(3, dtype=torch.float64, device=ids.device)
+    weight_S, next_S = counted_BT.flatten().double(), next_tokens(ids_BT).flatten()
+    ours_SH, our_head = hidden_and_head(student, ids_BT, runtime)
+    live = teacher is not None and teacher is not student
+    theirs_SH, their_head = (
+        (ours_SH, our_head) if teacher is None or teacher is student else hidden_and_head(teacher, ids_BT, runtime)
+    )
+    sums = torch.zeros(3, dtype=torch.float64, device=ids_BT.device)
     for begin in range(0, ours_SH.shape[0], CHUNK_TOKENS):
         part = slice(begin, begin + CHUNK_TOKENS)
         logq_SV = our_head(ours_SH[part]).float().log_softmax(-1)
-        logp_SV = logq_SV if teacher is student else their_head(theirs_SH[part]).float().log_softmax(-1)
+        logp_SV = their_head(theirs_SH[part]).float().log_softmax(-1) if live else logq_SV
         nll_S = -logq_SV.gather(1, next_S[part, None]).squeeze(1)
         kl_S = (logp_SV.exp() * (logp_SV - logq_SV)).sum(-1)
         same_S = logp_SV.argmax(-1) == logq_SV.argmax(-1)

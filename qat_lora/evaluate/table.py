@@ -21,15 +21,14 @@ def fidelity_table(rows: Sequence[Fidelity], title: str = "") -> Table:
     table = Table(title=title or None)
     table.add_column("stage", no_wrap=True)
     for name in ("bits/weight", "ppl", "KL(teacher||student)", "top-1 agreement", "size MB"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for row in rows:
-        kl = "0" if row.kl == 0 else f"{row.kl:.4f}"
         table.add_row(
             row.stage,
             f"{row.bits_per_weight:.2f}",
             f"{row.perplexity:.2f}",
-            kl,
-            f"{row.top1:.1%}",
+            "-" if row.kl is None else f"{row.kl:.4f}",
+            "-" if row.top1 is None else f"{row.top1:.1%}",
             f"{row.size_bytes / 1e6:.2f}",
         )
     return table

@@ -9,6 +9,7 @@ Legend: B batch, T position, K candidates, n temperatures, R rows, W ranks.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -92,6 +93,13 @@ class KDCacheDataset(Dataset[Batch]):
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of a split of {len(self)} rows")
         return {name: x[0] for name, x in self._read(self._rows[[row]]).items()}
+
+    def part(self, split: Split, eval_fraction: float) -> KDCacheDataset:
+        """Return one side of a split of this cache, which shares its files or memory."""
+        other = copy.copy(self)
+        other._rows = self._split_rows(split, eval_fraction)
+        other._orders = {}
+        return other
 
     def batches(self, batch_size: int, *, position: int = 0) -> Iterator[Batch]:
         """Yield this rank's micro-batches for ever, from micro-batch `position` on.

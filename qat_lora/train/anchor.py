@@ -7,10 +7,15 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from qat_lora import models
-from qat_lora.kd import Head, KDCacheDataset, topk_rows
+from qat_lora.evaluate import hidden_and_head
+from qat_lora.kd import CacheManifest, KDCacheDataset, topk_rows
 from qat_lora.runtime import Runtime
 from qat_lora.train.objective import Anchor
+
+
+def anchor_manifest(manifest: CacheManifest) -> CacheManifest:
+    """What the anchor rows' fields are: those of the cache, at T = 1, in float32."""
+    return dataclasses.replace(manifest, temperatures=(1.0,), logprob_dtype="float32")
 
 
 @torch.no_grad()
@@ -24,7 +29,7 @@ def build_anchor(
     """
     was_training = model.training
     model.eval()
-    manifest = dataclasses.replace(dataset.manifest, temperatures=(1.0,), logprob_dtype="float32")
+    manifest = anchor_manifest(dataset.manifest)
     parts: list[dict[str, Tensor]] = []
     for begin in range(0, min(samples, len(dataset)), batch_size):
         rows = [dataset[row] for row in range(begin, min(begin + batch_size, samples, len(dataset)))]
@@ -36,8 +41,6 @@ def build_anchor(
 
 
 def _targets(model: nn.Module, ids_BT: Tensor, top_k: int, chunk_tokens: int, runtime: Runtime) -> dict[str, Tensor]:
-    with runtime.autocast():
-        hidden_SH = models.trunk_hidden(model, ids_BT).flatten(0, 1)
-    head = Head(*models.head_parts(model, hidden_SH.dtype))
+    hidden_SH, head = hidden_and_head(model, ids_BT, runtime)
     chunks = [topk_rows(head(part_CH), top_k, (1.0,)) for part_CH in hidden_SH.split(chunk_tokens)]
     return {name: torch.cat([chunk[name] for chunk in chunks]).unflatten(0, ids_BT.shape) for name in chunks[0]}

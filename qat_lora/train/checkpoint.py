@@ -21,17 +21,28 @@ from torch import Tensor
 
 from qat_lora.config import QatRun, QuantScheme, RecoveryRun
 from qat_lora.errors import CheckpointError
+from qat_lora.kd import CacheManifest
 from qat_lora.models import Identity
 from qat_lora.runtime import Runtime
 from qat_lora.settings import to_json
 from qat_lora.train.state import TrainState
 
 FORMAT = "qat_lora.checkpoint"
+# What may differ between a run and its resumption. Places are compared by what lies there (identity, cache), the rest
+# changes no step that is already done.
+_FREE_ON_RESUME = (
+    *("output", "place", "model", "cache_dir", "checkpoint", "preset", "preload"),
+    *("max_steps", "log_every", "eval_every", "save_every", "keep_last"),
+)
 _PACKAGES = ("torch", "transformers", "peft", "safetensors")
 
 
 def student_checkpoint(
-    run: QatRun | RecoveryRun, identity: Identity, tensors: dict[str, Tensor], scheme: QuantScheme
+    run: QatRun | RecoveryRun,
+    identity: Identity,
+    manifest: CacheManifest,
+    tensors: dict[str, Tensor],
+    scheme: QuantScheme,
 ) -> dict[str, Any]:
     """The part that later stages read: what was run, on which model, and the student's own tensors (on the CPU)."""
     return {
@@ -39,6 +50,7 @@ def student_checkpoint(
         "kind": run.command,
         "run": to_json(run),
         "identity": asdict(identity),
+        "cache": manifest.identity(),
         "versions": versions(),
         "git_commit": git_commit(),
         "scheme": to_json(scheme),
@@ -110,6 +122,24 @@ def check_identity(content: dict[str, Any], identity: Identity, path: Path) -> N
             )
 
 
+def check_same_run(content: dict[str, Any], run: QatRun | RecoveryRun, manifest: CacheManifest, path: Path) -> None:
+    """Raise CheckpointError where the resumed run would be another one: at a setting, or at the cache."""
+    _check_settings(content["run"], to_json(run), path)
+    for name, value in manifest.identity().items():
+        if content["cache"].get(name) != value:
+            raise CheckpointError(
+                f"{path} was trained on a cache with {name}={content['cache'].get(name)}, this one has {value}; resume "
+                "with the same cache, or start another run in another --output."
+            )
+
+
+def remove_checkpoints(folder: Path, runtime: Runtime) -> None:
+    """Remove what an earlier run left in a folder, so that nothing of it is taken for the new one's."""
+    if runtime.rank == 0:
+        for path in (*numbered(folder), *(folder / name for name in ("best.pt", "last.pt", "anchor.pt", "loss.csv"))):
+            path.unlink(missing_ok=True)
+
+
 def numbered(folder: Path) -> list[Path]:
     """The numbered checkpoints of a run, oldest first."""
     return sorted(folder.glob("step-*.pt"))
@@ -123,6 +153,19 @@ def save_numbered(content: dict[str, Any], folder: Path, step: int, keep_last: i
         _same_file(path, folder / "last.pt")
         for old in numbered(folder)[: -keep_last or None]:
             old.unlink()
+
+
+def _check_settings(saved: dict[str, Any], asked: dict[str, Any], path: Path, prefix: str = "") -> None:
+    for key, value in asked.items():
+        if key in _FREE_ON_RESUME:
+            continue
+        if isinstance(value, dict):
+            _check_settings(saved.get(key, {}), value, path, f"{prefix}{key}.")
+        elif saved.get(key) != value:
+            raise CheckpointError(
+                f"{path} was made with {prefix}{key}={saved.get(key)}, this run has {value}; resume with the same "
+                "value, or start another run in another --output."
+            )
 
 
 def _same_file(path: Path, name: Path) -> None:
@@ -144,9 +187,12 @@ def versions() -> dict[str, str]:
 
 def git_commit() -> str:
     """Commit of the working tree that this package lies in, with -dirty where it was changed; empty outside git."""
-    here = Path(__file__).parent
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    here = Path(__file__)
+    git = ["git", "-C", str(here.parent)]
+    tracked = [*git, "ls-files", "--error-unmatch", here.name]  # an install may lie inside somebody else's repository
+    command = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
+        subprocess.run(tracked, capture_output=True, timeout=10, check=True)
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""

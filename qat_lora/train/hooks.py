@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from qat_lora.errors import TrainingError
 from qat_lora.runtime import Runtime
 from qat_lora.train.optim import swapped_in
@@ -109,7 +111,7 @@ class EvalHook:
         """Evaluate the end, and say so where it is worse than the start."""
         if self._evaluated_step != state.step:
             self._run(state)
-        if state.last_kl > state.first_kl:
+        if not state.last_kl <= state.first_kl:
             log.warning(
                 "the run ends worse than it began: held-out KL %.4f after %d steps, %.4f before; "
                 "best.pt holds step %d with %.4f. Lower --lr, or train longer.",
@@ -142,13 +144,20 @@ class CheckpointHook:
 
     def after_step(self, state: TrainState, info: StepInfo) -> None:
         """Save."""
-        self._save(state)
-        self._saved_step = state.step
+        self._save_finite(state)
 
     def end(self, state: TrainState) -> None:
         """Save the end."""
         if self._saved_step != state.step:
-            self._save(state)
+            self._save_finite(state)
+
+    def _save_finite(self, state: TrainState) -> None:
+        """Save, unless the weights are no numbers any more: the last good checkpoint must not be pushed out by such."""
+        finite = torch.stack([p.detach().isfinite().all() for p in state.trained.values()]).all()
+        if not finite.item():
+            raise TrainingError(f"weights are no numbers after step {state.step}; lower --lr or --clip-norm.")
+        self._save(state)
+        self._saved_step = state.step
 
 
 class SpeedHook:

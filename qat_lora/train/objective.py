@@ -16,11 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qat_lora import models
 from qat_lora.config import KDConfig
+from qat_lora.evaluate import hidden_and_head
 from qat_lora.kd import (
     CacheManifest,
-    Head,
     chunked_head_loss,
     hard_top1,
     label_mask,
@@ -147,10 +146,7 @@ class KDObjective:
         return self.anchor.rows(position, batch["input_ids"].shape[0], self.runtime)
 
     def _through_head(self, model: nn.Module, ids_BT: Tensor, chunk_loss: ChunkLoss) -> Tensor:
-        with self.runtime.autocast():
-            hidden_BTH = models.trunk_hidden(model, ids_BT)
-        hidden_SH = hidden_BTH.flatten(0, 1)
-        head = Head(*models.head_parts(model, hidden_SH.dtype))
+        hidden_SH, head = hidden_and_head(model, ids_BT, self.runtime)
         return chunked_head_loss(hidden_SH, head, chunk_loss, chunk_tokens=self.kd.chunk_tokens)
 
 

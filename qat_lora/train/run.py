@@ -14,24 +14,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from qat_lora import adapters, models
 from qat_lora.config import QatRun, QuantScheme, RecoveryRun
-from qat_lora.errors import CheckpointError, ConfigError
+from qat_lora.errors import ConfigError
 from qat_lora.evaluate import cached_kl
 from qat_lora.files import check_writable, write_json
 from qat_lora.kd import KDCacheDataset
 from qat_lora.quant import freeze_codes
 from qat_lora.runtime import Runtime
 from qat_lora.settings import from_json, to_json
-from qat_lora.train.anchor import build_anchor
+from qat_lora.train.anchor import anchor_manifest, build_anchor
 from qat_lora.train.checkpoint import (
     check_identity,
+    check_same_run,
     git_commit,
     load_checkpoint,
     load_tensors,
+    remove_checkpoints,
     restore,
     resume_state,
     save_numbered,
@@ -49,9 +50,6 @@ from qat_lora.train.student import restored, round_to_nearest, student_tensors, 
 log = logging.getLogger(__name__)
 
 Launch = Literal["new", "resume", "from_scratch"]
-
-# What may differ between a run and its resumption: none of these changes a step that is already done.
-_FREE_ON_RESUME = ("output", "place", "max_steps", "log_every", "eval_every", "save_every", "keep_last", "preload")
 
 
 @dataclass(frozen=True)
@@ -88,47 +86,47 @@ def run_qat(run: QatRun, runtime: Runtime, *, launch: Launch = "new", hooks: Seq
     """Train a quantised student against a cache; what does not fit raises a QatLoraError before the first step."""
     if run.checkpoint and launch == "from_scratch":
         raise ConfigError(f"--from-scratch contradicts --checkpoint {run.checkpoint}; drop one of them.")
+    start = load_checkpoint(Path(run.checkpoint), kind=QatRun.command) if run.checkpoint else None
     inputs = _open(run, runtime, launch)
-    model, scheme = inputs.loaded.model, run.scheme
-    torch.manual_seed(run.loop.seed)
-    if inputs.resumed is not None:
-        restored(model, inputs.resumed, scheme, run.output / "last.pt")
-    elif run.checkpoint:
-        path = Path(run.checkpoint)
-        content = load_checkpoint(path, kind=QatRun.command)
-        check_identity(content, inputs.loaded.identity, path)
-        scheme = from_json(QuantScheme, content["scheme"])
-        restored(model, content, scheme, path)
+    model, start = inputs.loaded.model, inputs.resumed or start
+    if start is None:
+        round_to_nearest(model, run.scheme)
     else:
-        round_to_nearest(model, scheme)
+        path = run.output / "last.pt" if inputs.resumed else Path(run.checkpoint)
+        check_identity(start, inputs.loaded.identity, path)
+        if from_json(QuantScheme, start["scheme"]) != run.scheme:
+            raise ConfigError(
+                f"{path} holds a student of another scheme than {run.preset!r}; give --preset of its own run."
+            )
+        restored(model, start, path)
     runtime.place(model)
-    stage = _Stage(model, scheme, *trained_parameters(model, run.train), student_tensors(model))
+    stage = _Stage(model, run.scheme, *trained_parameters(model, run.train), student_tensors(model))
     return _fit(run, runtime, inputs, stage, hooks)
 
 
 def run_recovery(
     run: RecoveryRun, runtime: Runtime, *, launch: Launch = "new", hooks: Sequence[Hook] = ()
 ) -> RunResult:
-    """Freeze a student and train LoRA adapters on it against a cache."""
+    """Freeze a student and train LoRA adapters on it against a cache. A resumed run has its student in last.pt."""
     if not run.checkpoint:
         raise ConfigError(
             "recovery starts from a student, but checkpoint is empty; give --checkpoint runs/qat/best.pt."
         )
     path = Path(run.checkpoint)
-    content = load_checkpoint(path, kind=QatRun.command)
-    run = dataclasses.replace(run, model=run.model or content["identity"]["name"])
+    start = load_checkpoint(path, kind=QatRun.command)
+    run = dataclasses.replace(run, model=run.model or start["identity"]["name"])
     inputs = _open(run, runtime, launch)
-    check_identity(content, inputs.loaded.identity, path)
-    torch.manual_seed(run.loop.seed)
-    scheme = from_json(QuantScheme, content["scheme"])
-    model = restored(inputs.loaded.model, content, scheme, path)
-    freeze_codes(model)
-    student = student_tensors(model)  # under the model's own names, before peft wraps it
-    targets = models.target_linears(model)
-    adapted = adapters.attach(model, targets, run.adapter, base_name=inputs.loaded.identity.name)
-    runtime.place(adapted)
-    weights = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
-    return _fit(run, runtime, inputs, _Stage(adapted, scheme, weights, {}, student), hooks)
+    check_identity(start, inputs.loaded.identity, path)
+    start = inputs.resumed or start
+    scheme = from_json(QuantScheme, start["scheme"])
+    model = restored(inputs.loaded.model, start, path)
+    if inputs.resumed is None:
+        freeze_codes(model)
+        targets = models.target_linears(model)
+        model = adapters.attach(model, targets, run.adapter, base_name=inputs.loaded.identity.name)
+    runtime.place(model)
+    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return _fit(run, runtime, inputs, _Stage(model, scheme, weights, {}, student_tensors(model)), hooks)
 
 
 def _open(run: QatRun | RecoveryRun, runtime: Runtime, launch: Launch) -> _Inputs:
@@ -139,35 +137,26 @@ def _open(run: QatRun | RecoveryRun, runtime: Runtime, launch: Launch) -> _Input
             f"{run.output} holds a run already; go on with --resume, start anew with --from-scratch, "
             "or give another --output."
         )
-    dataset, held_out = (_split(run, runtime, split) for split in ("train", "eval"))
-    kd = run.kd
-    dataset.require(temperature=kd.temperature, seq_len=kd.seq_len or None, top_k=kd.top_k or None)
-    loaded = models.load(run.model or dataset.manifest.teacher)
-    identity = loaded.identity
-    dataset.require(
-        vocab_size=identity.vocab_size, teacher_digest=identity.weights, tokenizer_digest=identity.tokenizer
+    kd, loop = run.kd, run.loop
+    cache = KDCacheDataset(
+        run.cache_dir, rank=runtime.rank, world_size=runtime.world_size, preload=loop.preload, seed=loop.seed
     )
-    models.check_context(loaded.model, dataset.manifest.seq_len)
+    cache.require(temperature=kd.temperature, seq_len=kd.seq_len or None, top_k=kd.top_k or None)
+    loaded = models.load(run.model or cache.manifest.teacher)
+    identity = loaded.identity
+    cache.require(vocab_size=identity.vocab_size, teacher_digest=identity.weights, tokenizer_digest=identity.tokenizer)
+    models.check_context(loaded.model, cache.manifest.seq_len)
     models.check_head(loaded.model)
     resumed = None
     if launch == "resume" and last.exists():
         resumed = load_checkpoint(last, kind=run.command)
         check_identity(resumed, identity, last)
-        _check_same_run(resumed["run"], to_json(run), last)
+        check_same_run(resumed, run, cache.manifest, last)
     check_writable(run.output)
-    return _Inputs(dataset, held_out, loaded, resumed)
-
-
-def _split(run: QatRun | RecoveryRun, runtime: Runtime, split: Literal["train", "eval"]) -> KDCacheDataset:
-    return KDCacheDataset(
-        run.cache_dir,
-        rank=runtime.rank,
-        world_size=runtime.world_size,
-        preload=run.loop.preload,
-        seed=run.loop.seed,
-        split=split,
-        eval_fraction=run.loop.eval_fraction,
-    )
+    if launch == "from_scratch":
+        remove_checkpoints(run.output, runtime)
+    torch.manual_seed(loop.seed)  # adapters' initial values and dropout follow from it
+    return _Inputs(cache.part("train", loop.eval_fraction), cache.part("eval", loop.eval_fraction), loaded, resumed)
 
 
 def _fit(
@@ -199,9 +188,11 @@ def _anchor(run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, model:
     """Anchor rows of the model as the run first began: a resumed run reads back the ones that its beginning wrote."""
     if not run.kd.anchor_kl_weight:
         return None
-    log.info("computing the anchor rows' targets")
     path = run.output / "anchor.pt"
-    fresh = build_anchor(
+    if inputs.resumed is not None:
+        return Anchor(runtime.to_device(load_tensors(path)), anchor_manifest(inputs.dataset.manifest))
+    log.info("computing the anchor rows' targets")
+    anchor = build_anchor(
         model,
         inputs.dataset,
         samples=run.kd.anchor_samples,
@@ -209,10 +200,8 @@ def _anchor(run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, model:
         chunk_tokens=run.kd.chunk_tokens,
         runtime=runtime,
     )
-    if inputs.resumed is None:
-        runtime.save({name: x.cpu() for name, x in fresh.batch.items()}, path)
-        return fresh
-    return Anchor(runtime.to_device(load_tensors(path)), fresh.manifest)
+    runtime.save(anchor.batch, path)
+    return anchor
 
 
 def _hooks(run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, stage: _Stage, losses: LossLog) -> list[Hook]:
@@ -226,7 +215,7 @@ def _hooks(run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, stage: 
         )
 
     def content(state: TrainState) -> dict[str, Any]:
-        found = student_checkpoint(run, inputs.loaded.identity, stage.student, stage.scheme)
+        found = student_checkpoint(run, inputs.loaded.identity, inputs.dataset.manifest, stage.student, stage.scheme)
         found["metrics"] = {"held_out_kl": state.last_kl, "first_kl": state.first_kl, "step": state.step}
         if isinstance(run, RecoveryRun):
             found["adapters"] = {k: v.detach().cpu() for k, v in adapters.adapter_tensors(stage.model).items()}
@@ -253,17 +242,3 @@ def _record(run: QatRun | RecoveryRun, loaded: models.Loaded) -> dict[str, Any]:
         "versions": versions(),
         "git_commit": git_commit(),
     }
-
-
-def _check_same_run(saved: dict[str, Any], asked: dict[str, Any], path: Path, prefix: str = "") -> None:
-    """Raise CheckpointError at the first setting that would make the resumed run another one."""
-    for key, value in asked.items():
-        if key in _FREE_ON_RESUME:
-            continue
-        if isinstance(value, dict):
-            _check_same_run(saved[key], value, path, f"{prefix}{key}.")
-        elif saved[key] != value:
-            raise CheckpointError(
-                f"{path} was made with {prefix}{key}={saved[key]}, this run has {value}; resume with the same value, "
-                "or start another run in another --output."
-            )

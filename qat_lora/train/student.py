@@ -31,12 +31,12 @@ def load_student(loaded: models.Loaded, path: Path) -> tuple[nn.Module, QuantSch
     """
     content = load_checkpoint(path)
     check_identity(content, loaded.identity, path)
-    scheme = from_json(QuantScheme, content["scheme"])
-    return restored(loaded.model, content, scheme, path), scheme
+    return restored(loaded.model, content, path), from_json(QuantScheme, content["scheme"])
 
 
-def restored(model: nn.Module, content: dict[str, Any], scheme: QuantScheme, path: Path) -> nn.Module:
+def restored(model: nn.Module, content: dict[str, Any], path: Path) -> nn.Module:
     """Put a checkpoint's student onto a full-precision model, in place but for the adapters' wrapper."""
+    scheme = from_json(QuantScheme, content["scheme"])
     quantize_model(model, scheme, models.target_linears(model), search=False)
     if content["kind"] == RecoveryRun.command:
         freeze_codes(model)
@@ -50,10 +50,13 @@ def restored(model: nn.Module, content: dict[str, Any], scheme: QuantScheme, pat
 
 
 def student_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Everything that quantisation put in: master weights or codes, scales, offsets, levels, biases."""
+    """Everything that quantisation put in: master weights or codes, scales, offsets, levels, biases.
+
+    Under the names that the layers have in the plain model, whether or not peft has wrapped it.
+    """
     return {
-        f"{name}.{key}": tensor
-        for name, layer in model.named_modules()
+        f"{name.removesuffix('.base_layer')}.{key}": tensor
+        for name, layer in models.causal_lm(model).named_modules()
         if isinstance(layer, QuantLinear | CodedLinear)
         for key, tensor in layer.state_dict(keep_vars=True).items()
     }

@@ -29,7 +29,7 @@ def refused(capsys, tmp_path):
 
     def run(*argv: object, names: tuple[str, ...]) -> str:
         before = sorted(tmp_path.rglob("*"))
-        assert main([str(a) for a in (*argv, *(() if argv[0] == "demo" else ("--device", "cpu")))]) == 2
+        assert main([str(a) for a in (*argv, *(() if argv[0] in ("demo", "export") else ("--device", "cpu")))]) == 2
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qat-lora: error:")]
         assert len(lines) == 1
         for name in names:
