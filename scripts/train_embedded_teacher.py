@@ -42,7 +42,6 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
-
     texts = {split: list(corpus_texts(split)) for split in ("train", "eval")}
     tokenizer = fit_tokenizer(texts["train"], vocab_size=args.vocab_size)
     streams = {split: token_stream(documents, tokenizer) for split, documents in texts.items()}
@@ -213,9 +212,9 @@ def evaluate(model: Qwen3ForCausalLM, stream: Tensor, *, seq_len: int) -> dict[s
 
 def sample(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> str:
     """Return a continuation of a fixed prompt, drawn with a fixed seed."""
-    inputs = tokenizer("Return the", return_tensors="pt", return_token_type_ids=False)
+    inputs = tokenizer("If the file", return_tensors="pt", return_token_type_ids=False)
     torch.manual_seed(0)
-    ids = model.eval().generate(**inputs, max_new_tokens=160, do_sample=True, temperature=0.7, top_k=40)
+    ids = model.eval().generate(**inputs, max_new_tokens=160, do_sample=True, temperature=0.8, top_k=40)
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 
