@@ -33,16 +33,19 @@ QAT_STEPS = 300
 RECOVERY_STEPS = 150
 
 
-def demo(output: Path, *, preset: str, device: str, steps_factor: float) -> list[Fidelity]:
+def demo(
+    output: Path, *, preset: str, device: str, steps_factor: float = 1.0, rows_factor: float = 1.0
+) -> list[Fidelity]:
     """Run the demo into a folder of its own, which is made anew, and return the rows of its table."""
     started = time.perf_counter()
-    if not steps_factor > 0:
-        raise ConfigError(f"steps_factor must be positive, but --steps-factor={steps_factor}; use 1.")
+    for name, factor in (("steps", steps_factor), ("rows", rows_factor)):
+        if not factor > 0:
+            raise ConfigError(f"{name}_factor must be positive, but --{name}-factor={factor}; use 1.")
     place = override(PlaceConfig(), "device", device)
     qat_run = _qat_run(output, preset, place, steps_factor)
     runtime = runtime_for(place)
     _clear(output)
-    commands.cache(_cache_run(output, place))
+    commands.cache(_cache_run(output, place, rows_factor))
     qat = commands.qat(qat_run)
     recovery = commands.recover(_recovery_run(output, qat, place, steps_factor))
     exported = commands.export(ExportRun(checkpoint=str(recovery.best), format="dequantized", output=output / "export"))
@@ -63,9 +66,14 @@ def _clear(output: Path) -> None:
         shutil.rmtree(output)
 
 
-def _cache_run(output: Path, place: PlaceConfig) -> CacheRun:
+def _cache_run(output: Path, place: PlaceConfig, rows_factor: float) -> CacheRun:
     return CacheRun(
-        data="embedded:train", output=output / "cache", seq_len=SEQ_LEN, max_rows=CACHE_ROWS, top_k=64, place=place
+        data="embedded:train",
+        output=output / "cache",
+        seq_len=SEQ_LEN,
+        max_rows=max(64, round(CACHE_ROWS * rows_factor)),
+        top_k=64,
+        place=place,
     )
 
 

@@ -78,7 +78,13 @@ def _export(args: argparse.Namespace) -> None:
 def _demo(args: argparse.Namespace) -> None:
     from qat_lora.cli.demo import demo
 
-    demo(Path(args.output), preset=args.preset, device=args.device, steps_factor=args.steps_factor)
+    demo(
+        Path(args.output),
+        preset=args.preset,
+        device=args.device,
+        steps_factor=args.steps_factor,
+        rows_factor=args.rows_factor,
+    )
 
 
 def _print_result(result: Any) -> None:
@@ -114,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--preset", default="q2_g32", help="scheme to demonstrate [q2_g32]")
     command.add_argument("--device", default="auto", help="auto, cpu, cuda, mps or tpu [auto]")
     command.add_argument("--steps-factor", type=float, default=1.0, help="multiplies every number of steps [1.0]")
+    command.add_argument("--rows-factor", type=float, default=1.0, help="multiplies the rows of the cache [1.0]")
     _add_common(command)
     return parser
 

@@ -1,0 +1,160 @@
+"""Whole runs on the tiny teacher: what they leave behind, what they start from, what they train."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qat_lora import models, presets
+from qat_lora.config import AdapterConfig, KDConfig, OptimConfig
+from qat_lora.errors import CheckpointError, ConfigError
+from qat_lora.presets import SCHEMES, scheme
+from qat_lora.train.checkpoint import load_checkpoint
+from qat_lora.train.run import run_qat, run_recovery
+from qat_lora.train.student import load_student, round_to_nearest, trained_parameters
+from tests.conftest import SEQ_LEN, cache_run, qat_run, recovery_run
+
+
+def test_a_run_leaves_its_files_and_they_agree(tmp_path, cache_dir, runtime) -> None:
+    loop = {"max_steps": 5, "eval_every": 2, "save_every": 1, "keep_last": 2, "log_every": 1}
+    result = run_qat(qat_run(cache_dir, tmp_path / "run", loop=loop), runtime)
+    names = {p.name for p in (tmp_path / "run").iterdir()}
+    assert names == {
+        *("best.pt", "last.pt", "step-000004.pt", "step-000005.pt"),
+        *("loss.csv", "loss.png", "run.json", "summary.json"),
+    }
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["steps"], summary["tokens"]) == (5, 5 * 4 * SEQ_LEN)
+    assert summary["best_kl"] == result.state.best_kl <= result.state.first_kl
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["config"]["loop"]["max_steps"] == 5
+    assert record["versions"]["torch"] == torch.__version__
+    best = load_checkpoint(result.best)
+    assert best["metrics"]["held_out_kl"] == result.state.best_kl
+    assert best["run"] == record["config"]
+    assert "optimizer" not in best, "best.pt is for later stages, not for resumption"
+
+
+@pytest.mark.parametrize("preset", SCHEMES)
+def test_every_preset_trains_and_gets_better(preset, tmp_path, cache_dir, runtime) -> None:
+    loop = {"max_steps": 20, "eval_rows": 16}
+    optim = OptimConfig(lr=presets.qat_run(preset).optim.lr, warmup_steps=2)
+    result = run_qat(qat_run(cache_dir, tmp_path / "qat", preset=preset, loop=loop, optim=optim), runtime)
+    assert result.state.last_kl < result.state.first_kl
+    recovered = run_recovery(recovery_run(cache_dir, tmp_path / "rec", result.best, loop=loop, optim=optim), runtime)
+    assert recovered.state.first_kl == pytest.approx(result.state.best_kl, rel=1e-5)
+    assert recovered.state.last_kl < recovered.state.first_kl
+
+
+@pytest.mark.parametrize(
+    ("train", "preset", "moves"),
+    [
+        (("weights",), "q2a4", {"weight"}),
+        (("scales",), "q2a4", {"quantizer.scale.a_OR", "quantizer.scale.b_RI"}),
+        (("luts",), "q2a4", {"quantizer.levels_N"}),
+        (("scales", "luts"), "q2_g32", {"quantizer.scale.scale_OG"}),
+    ],
+)
+def test_only_what_is_named_is_trained(train, preset, moves, tmp_path, cache_dir, teacher_dir, runtime) -> None:
+    result = run_qat(qat_run(cache_dir, tmp_path / "qat", preset=preset, train=train), runtime)
+    start = models.load(str(teacher_dir)).model
+    round_to_nearest(start, scheme(preset))
+    before, after = start.state_dict(), result.state.model.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and {name.split("_proj.")[-1] for name in changed} == moves
+
+
+def test_naming_only_what_a_scheme_lacks_is_refused(teacher_dir) -> None:
+    model = models.load(str(teacher_dir)).model
+    round_to_nearest(model, scheme("q2_g32"))
+    with pytest.raises(ConfigError, match="names nothing that this scheme has"):
+        trained_parameters(model, ("luts",))
+
+
+def test_recovery_changes_the_adapters_alone(tmp_path, cache_dir, teacher_dir, runtime) -> None:
+    best = run_qat(qat_run(cache_dir, tmp_path / "qat"), runtime).best
+    run = recovery_run(cache_dir, tmp_path / "rec", best, adapter=AdapterConfig(recovery_r=3))
+    result = run_recovery(run, runtime)
+    assert all(".lora_" in name for name in result.state.trained)
+    ours, _ = load_student(models.load(str(teacher_dir)), best)
+    theirs, _ = load_student(models.load(str(teacher_dir)), result.best)
+    ids = torch.arange(20)[None]
+    with torch.no_grad(), theirs.disable_adapter():
+        torch.testing.assert_close(ours(input_ids=ids).logits, theirs(input_ids=ids).logits, rtol=0, atol=0)
+
+
+def test_a_students_checkpoint_reads_back_as_the_student(tmp_path, cache_dir, teacher_dir, runtime) -> None:
+    result = run_qat(qat_run(cache_dir, tmp_path / "qat", preset="q2a4"), runtime)
+    student, found = load_student(models.load(str(teacher_dir)), tmp_path / "qat" / "last.pt")
+    assert found == scheme("q2a4")
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(student(input_ids=ids).logits, result.state.model.eval()(input_ids=ids).logits)
+
+
+def test_qat_goes_on_from_a_student_of_its_scheme_and_refuses_another(tmp_path, cache_dir, runtime) -> None:
+    first = run_qat(qat_run(cache_dir, tmp_path / "one"), runtime)
+    second = run_qat(qat_run(cache_dir, tmp_path / "two", checkpoint=str(first.best), train=("scales",)), runtime)
+    assert second.state.first_kl == first.state.best_kl
+    other = qat_run(cache_dir, tmp_path / "three", preset="q4_g32", checkpoint=str(first.best))
+    with pytest.raises(ConfigError, match="another scheme"):
+        run_qat(other, runtime)
+
+
+def test_resuming_on_another_cache_is_refused(tmp_path, cache_dir, teacher_dir, text_file, runtime) -> None:
+    from qat_lora.cli import commands
+
+    run = qat_run(cache_dir, tmp_path / "qat")
+    run_qat(run, runtime)
+    commands.cache(cache_run(teacher_dir, text_file, tmp_path / "other", temperatures=(1.0,)))
+    with pytest.raises(CheckpointError, match=r"trained on a cache with \w+"):
+        run_qat(replace(run, cache_dir=tmp_path / "other"), runtime, launch="resume")
+
+
+def test_a_moved_cache_and_a_longer_run_may_be_resumed(tmp_path, cache_dir, runtime) -> None:
+    run = qat_run(cache_dir, tmp_path / "qat")
+    run_qat(run, runtime)
+    shutil.copytree(cache_dir, tmp_path / "moved")
+    longer = replace(run, cache_dir=tmp_path / "moved", loop=replace(run.loop, max_steps=8))
+    assert run_qat(longer, runtime, launch="resume").state.step == 8
+
+
+def test_resuming_recovery_does_not_read_the_student_again(tmp_path, cache_dir, runtime) -> None:
+    best = run_qat(qat_run(cache_dir, tmp_path / "qat"), runtime).best
+    run = recovery_run(cache_dir, tmp_path / "rec", best)
+    before = load_checkpoint(run_recovery(run, runtime).best)["tensors"]
+    run_qat(qat_run(cache_dir, tmp_path / "qat", loop={"max_steps": 9}), runtime, launch="from_scratch")
+    longer = replace(run, loop=replace(run.loop, max_steps=8))
+    run_recovery(longer, runtime, launch="resume")
+    after = load_checkpoint(tmp_path / "rec" / "last.pt")["tensors"]
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_start_from_scratch_leaves_nothing_of_the_earlier_run(tmp_path, cache_dir, runtime) -> None:
+    loop = {"max_steps": 6, "save_every": 2}
+    run_qat(qat_run(cache_dir, tmp_path / "qat", loop=loop), runtime)
+    shorter = qat_run(cache_dir, tmp_path / "qat", loop={"max_steps": 3, "save_every": 2})
+    run_qat(shorter, runtime, launch="from_scratch")
+    assert sorted(p.name for p in (tmp_path / "qat").glob("step-*.pt")) == ["step-000002.pt", "step-000003.pt"]
+    assert load_checkpoint(tmp_path / "qat" / "last.pt")["progress"]["step"] == 3
+
+
+def test_an_anchor_holds_the_model_near_its_start(tmp_path, cache_dir, runtime) -> None:
+    best = run_qat(qat_run(cache_dir, tmp_path / "qat"), runtime).best
+    moved = []
+    for weight in (0.0, 50.0):
+        run = recovery_run(
+            cache_dir, tmp_path / f"rec{weight}", best, kd=KDConfig(anchor_kl_weight=weight, anchor_samples=8),
+            optim=OptimConfig(lr=2e-2, warmup_steps=1), loop={"max_steps": 15},
+        )  # fmt: skip
+        result = run_recovery(run, runtime)
+        ids = torch.arange(24)[None]
+        with torch.no_grad():
+            after = result.state.model.eval()(input_ids=ids).logits
+            with result.state.model.disable_adapter():
+                moved.append((after - result.state.model(input_ids=ids).logits).pow(2).mean().item())
+    assert moved[1] < 0.5 * moved[0]
