@@ -40,7 +40,7 @@ teacher: venv  ## make the embedded teacher anew (about an hour)
 venv: .venv/.ready
 venv-xla: .venv-xla/.ready
 
-# torch comes first and by version: left to the resolver, Linux gets the newest CUDA build.
+# torch comes first and by version, so that every machine tests the same one.
 .venv/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet --disable-pip-version-check "$(TORCH)"

@@ -8,8 +8,8 @@ Four steps of the same model on the same batches against the same cached targets
     recovery            CodedLinear frozen, peft adapters trained
 
 The steps are interleaved, so that a busy machine slows all alike; a ratio is the median over rounds of the ratio within
-a round. Peak memory is measured in a process of its own for each, as growth of the resident set from before the first
-step.
+a round. Peak memory is measured in a process of its own for each, as growth of the resident set over three
+steps of a model that is ready.
 
     python benchmarks/step_time.py [--preset q2_g32] [--rounds 20] [--json PATH]
 """
@@ -88,8 +88,9 @@ def peak_mib(kind: str, cache: Path, args: argparse.Namespace) -> float:
 
 def print_memory_of(kind: str, args: argparse.Namespace) -> None:
     """The child process of `peak_mib`."""
-    before = process_memory().used_bytes
     step = stepper(kind, Path(args.cache), args)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here; Linux only
+    before = process_memory().used_bytes
     for _ in range(3):
         step()
     print((process_memory().peak_bytes - before) / 2**20)

@@ -90,11 +90,17 @@ def save(model: PeftModel, folder: Path, *, base_name: str) -> None:
 def load(model: nn.Module, folder: Path) -> PeftModel:
     """Load adapters in peft's format on top of a model, as plain peft does; raises CheckpointError where none are."""
     from peft import PeftModel
+    from safetensors import SafetensorError
 
-    if not (folder / "adapter_config.json").is_file():
-        raise CheckpointError(f"{folder} holds no adapter_config.json; give a folder in peft's format.")
-    with _rename_notice_ignored():
-        return PeftModel.from_pretrained(model, str(folder))
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder} holds no {name}; give a folder in peft's format.")
+    try:
+        with _rename_notice_ignored():
+            return PeftModel.from_pretrained(model, str(folder))
+    except (SafetensorError, ValueError, TypeError, KeyError, OSError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
+        raise CheckpointError(f"adapters cannot be read from {folder} ({reason}); export them again.") from None
 
 
 def merged(model: PeftModel) -> nn.Module:

@@ -9,6 +9,7 @@ only mean one thing. A field's help text, and other spellings of its flag, stand
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
@@ -150,6 +151,7 @@ class LoopConfig:
             check_range(self, name, at_least=1)
         for name in ("eval_every", "save_every", "keep_last", "seed"):
             check_range(self, name, at_least=0)
+        check_range(self, "seed", below=2**32)  # what a NumPy seed can hold
         check_range(self, "eval_fraction", above=0.0, below=1.0)
 
 
@@ -191,7 +193,7 @@ class CacheRun:
             check_range(self, name, at_least=1)
         check_range(self, "seq_len", at_least=2)
         check_range(self, "max_rows", at_least=0)
-        if not self.temperatures or any(not t > 0 for t in self.temperatures):
+        if not self.temperatures or any(not 0 < t < math.inf for t in self.temperatures):
             raise ConfigError(f"temperatures must be positive, but temperatures={self.temperatures}; use 1.0.")
 
 
@@ -252,7 +254,7 @@ class RecoveryRun:
     output: Path = setting(Path("runs/recovery"), "folder of the run")
     adapter: AdapterConfig = AdapterConfig()
     kd: KDConfig = KDConfig()
-    optim: OptimConfig = OptimConfig(lr=2e-3)
+    optim: OptimConfig = OptimConfig(lr=3e-3)
     loop: LoopConfig = LoopConfig(max_steps=200)
     place: PlaceConfig = PlaceConfig()
 

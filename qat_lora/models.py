@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 EMBEDDED = "embedded"
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _ATTENTION_WORDS = ("attn", "attention")
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # a mixture's choice of experts is small and must stay exact
 _MLP_WORDS = ("mlp", "feed_forward", "ffn", "experts", "block_sparse_moe")
@@ -74,6 +75,10 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer that lies with a model."""
     from transformers import AutoTokenizer
 
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):  # transformers would make up an empty one
+        raise ModelError(
+            f"{folder} holds no tokenizer ({', '.join(_TOKENIZER_FILES)}); add the model's tokenizer files."
+        )
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -149,7 +154,9 @@ def check_head(model: nn.Module) -> None:
         weight_VH, bias_V, transform = head_parts(model, hidden_BTH.dtype)
         ours = nn.functional.linear(hidden_BTH, weight_VH, bias_V).float()
         ours = ours if transform is None else transform(ours)
-    if not torch.allclose(own, ours, rtol=1e-2, atol=1e-2):  # bf16 rounds to 2^-8; a missing scale or cap is far off
+    if not torch.allclose(
+        own, ours, rtol=1e-4, atol=1e-4
+    ):  # float32 in another order; a missing scale or cap is far off
         raise ModelError(
             f"{type(causal_lm(model)).__name__} does something to its logits that qat_lora does not know (largest "
             f"difference {(own - ours).abs().max():.3g}); add it to qat_lora.models.head_parts."
@@ -172,6 +179,11 @@ def target_linears(model: nn.Module) -> dict[str, str]:
     """
     head = causal_lm(model).get_output_embeddings()
     found = {name: role for name, role, layer in _block_linears(model) if layer is not head}
+    fused = [name for name, p in model.named_parameters() if p.dim() > 2 and _role(name.split(".")) == "mlp"]
+    if fused:
+        raise ModelError(
+            f"{fused[0]} holds the experts of a mixture in one tensor, which cannot be quantised; use a dense model."
+        )
     if not found:
         kinds = sorted({type(m).__name__ for m in model.modules() if hasattr(m, "weight")})
         raise ModelError(
@@ -194,10 +206,16 @@ def _block_linears(model: nn.Module) -> Iterator[tuple[str, str, nn.Linear]]:
         *parts, last = name.split(".")
         if last in _ROUTERS:
             continue
-        if any(word in part for part in parts for word in _ATTENTION_WORDS):
-            yield name, "attention", layer
-        elif any(word in part for part in parts for word in _MLP_WORDS):
-            yield name, "mlp", layer
+        role = _role(parts)
+        if role is not None:
+            yield name, role, layer
+
+
+def _role(parts: Sequence[str]) -> str | None:
+    """``attention`` or ``mlp`` by the names of the modules around a layer; None outside the blocks."""
+    if any(word in part for part in parts for word in _ATTENTION_WORDS):
+        return "attention"
+    return "mlp" if any(word in part for part in parts for word in _MLP_WORDS) else None
 
 
 def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:

@@ -40,7 +40,7 @@ SCHEMES: dict[str, QuantScheme] = {
 
 # Learning rate of the master weights by the smallest width in the scheme: the coarser the grid, the further a weight
 # has to travel before its code changes.
-_LR_BY_BITS = {2: 2e-3, 3: 1e-3, 4: 3e-4, 8: 1e-4}
+_LR_BY_BITS = {2: 1e-3, 3: 5e-4, 4: 1e-4, 8: 5e-5}
 
 
 def scheme(name: str) -> QuantScheme:

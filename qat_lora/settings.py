@@ -83,24 +83,32 @@ def override_text(config: T, assignment: str) -> T:
 
 def parse_value(hint: Any, value: Any, name: str) -> Any:
     """Read a value, often text from a command line or JSON, as the type of the field it is meant for."""
-    origin = get_origin(hint)
-    if origin is tuple:
-        items = [v for v in value.replace(",", " ").split() if v] if isinstance(value, str) else list(value)
-        return tuple(parse_value(get_args(hint)[0], v, name) for v in items)
-    if origin is Literal or hint is str:
-        return str(value)
-    if hint is Path:
-        return Path(value)
-    if hint is bool and isinstance(value, str):
+    if get_origin(hint) is tuple:
+        items = value.replace(",", " ").split() if isinstance(value, str) else value
+        if not isinstance(items, list | tuple):
+            raise ConfigError(f"{name} takes a list, but got {value!r}; write it as a, b.")
+        return tuple(parse_value(get_args(hint)[0], item, name) for item in items)
+    if hint in (str, Path) or get_origin(hint) is Literal:
+        if not isinstance(value, str | Path):
+            raise ConfigError(f"{name} takes text, but got {value!r}; put it in quotes or drop it.")
+        return Path(value) if hint is Path else str(value)
+    if hint is bool:
         words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-        if value.lower() in words:
-            return words[value.lower()]
-        raise ConfigError(f"{name} takes true or false, but got {value!r}; write {name}=true.")
+        if str(value).lower() not in words:
+            raise ConfigError(f"{name} takes true or false, but got {value!r}; write {name}=true.")
+        return words[str(value).lower()]
+    return _number(hint, value, name)
+
+
+def _number(hint: Any, value: Any, name: str) -> Any:
+    kind = "a whole number" if hint is int else "a number"
     try:
-        return hint(value)
-    except (TypeError, ValueError):
-        kind = "a whole number" if hint is int else f"a {hint.__name__}"
+        number = hint(value)
+        if isinstance(value, bool) or (isinstance(value, float) and number != value == value):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"{name} takes {kind}, but got {value!r}; correct the value.") from None
+    return number
 
 
 def to_json(config: Any) -> dict[str, Any]:

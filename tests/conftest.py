@@ -20,6 +20,8 @@ from qat_lora.runtime import LocalRuntime
 VOCAB = 211  # a prime, so that no other size can be taken for it
 SEQ_LEN = 24
 CPU = PlaceConfig(device="cpu")
+OWN_THREADS = torch.get_num_threads()
+torch.set_num_threads(1)  # for what is made once per session, before the first test has a say
 
 
 @pytest.fixture(autouse=True)
@@ -27,33 +29,21 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    """Small matrices are faster on one thread, and a shared machine starves spinning ones."""
-    torch.set_num_threads(1)
+@pytest.fixture(autouse=True)
+def _one_thread(request: pytest.FixtureRequest) -> None:
+    """Small matrices are faster on one thread, and a shared machine starves spinning ones.
+
+    A slow proof times and runs what a user runs, so it has torch's own number of threads.
+    """
+    torch.set_num_threads(OWN_THREADS if request.node.get_closest_marker("slow") else 1)
 
 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = [
-        "the",
-        "quick",
-        "brown",
-        "fox",
-        "jumps",
-        "over",
-        "a",
-        "lazy",
-        "dog",
-        "while",
-        "seven",
-        "small",
-        "wizards",
-        "box",
-        "with",
-        "great",
-        "joy",
-    ]
+        "the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog",
+        "while", "seven", "small", "wizards", "box", "with", "great", "joy",
+    ]  # fmt: skip
     lines = [" ".join(words[(i * k) % len(words)] for k in range(1, 12)) + "." for i in range(160)]
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("\n".join(lines))

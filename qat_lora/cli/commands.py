@@ -25,7 +25,7 @@ from qat_lora.evaluate import (
 )
 from qat_lora.export import ADAPTER_FOLDER, export_adapter, export_dequantized, export_merged, verify_export
 from qat_lora.files import check_writable
-from qat_lora.kd import CacheManifest, CacheWriter, build_cache
+from qat_lora.kd import CacheManifest, CacheWriter, Head, build_cache
 from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.train.checkpoint import load_checkpoint
 from qat_lora.train.run import Launch, RunResult, run_qat, run_recovery
@@ -64,18 +64,15 @@ def cache(run: CacheRun) -> CacheManifest:
     writer = CacheWriter(run.output, manifest)
     model = runtime.place(loaded.model)
 
-    _, head = hidden_and_head(model, blocks.input_ids_RT[:1, :1].long().to(runtime.device), runtime)
+    head = Head(*models.head_parts(model, runtime.precision.compute))
 
     def hidden_states(ids_BT: Tensor) -> Tensor:
         return hidden_and_head(model, ids_BT, runtime)[0].unflatten(0, ids_BT.shape)
 
-    def logits(hidden_SH: Tensor) -> Tensor:
-        return head(hidden_SH)
-
     with bar("cache", total=manifest.rows, unit_per_second="tokens/s", units_each=run.seq_len) as update:
         return build_cache(
             hidden_states,
-            logits,
+            lambda hidden_SH: head(hidden_SH),
             blocks,
             writer,
             batch_size=run.build_batch_size,
@@ -99,6 +96,8 @@ def recover(run: RecoveryRun, *, launch: Launch = "new") -> RunResult:
 def evaluate(run: EvalRun) -> Fidelity:
     """Measure one model, student or export against its teacher, and write fidelity.json."""
     runtime = runtime_for(run.place)
+    if run.output.is_dir() or not run.output.name:
+        raise OutputError(f"--output {run.output} is a folder; give the name of a JSON file.")
     check_writable(run.output.parent)
     loaded, student = _evaluated(run)
     teacher = _teacher(run, loaded)
@@ -133,11 +132,13 @@ def evaluate_model(
 def eval_windows(run: EvalRun, loaded: models.Loaded) -> Windows:
     """The run's text as windows of its length and stride, in the model's tokens."""
     models.check_context(loaded.model, run.seq_len)
+    # with a stride, W windows read this many rows of tokens
+    rows = -(-((run.max_rows - 1) * run.stride) // run.seq_len) + 1 if run.stride else run.max_rows
     blocks = tokenize_blocks(
         read_texts(run.data),
         loaded.tokenizer,
         run.seq_len,
-        max_rows=None if run.stride else run.max_rows or None,
+        max_rows=rows if run.max_rows else None,
         vocab_size=loaded.identity.vocab_size,
     )
     if not run.stride:
@@ -180,7 +181,9 @@ def _write_export(run: ExportRun, student: nn.Module, loaded: models.Loaded, fol
         return folder
     adapter = folder / ADAPTER_FOLDER if run.format == "adapter" or adapters.has_adapters(student) else None
     if adapter is not None:
-        dequantized = f"dequantized export of {run.checkpoint}" if run.format == "adapter" else str(run.output)
+        dequantized = (
+            f"dequantized export of {run.checkpoint}" if run.format == "adapter" else str(run.output.resolve())
+        )
         export_adapter(student, adapter, base_name=dequantized)
     export_dequantized(student, loaded.tokenizer, folder)
     verify_export(student, folder, adapter=adapter, exact=True)

@@ -21,16 +21,18 @@ from qat_lora.config import CacheRun, EvalRun, ExportRun, LoopConfig, PlaceConfi
 from qat_lora.errors import ConfigError, OutputError
 from qat_lora.evaluate import Fidelity, fidelity_table, write_fidelity
 from qat_lora.export import ADAPTER_FOLDER
+from qat_lora.files import check_writable, write_json
 from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.settings import override
 from qat_lora.train.run import RunResult
 from qat_lora.train.student import load_student, round_to_nearest
 
+MARKER = "demo.json"  # says that a folder is a demo's, to be made anew
 SEQ_LEN = 128
-CACHE_ROWS = 2048
+CACHE_ROWS = 4096
 EVAL_ROWS = 128
-QAT_STEPS = 300
-RECOVERY_STEPS = 150
+QAT_STEPS = 350
+RECOVERY_STEPS = 450
 
 
 def demo(
@@ -39,12 +41,14 @@ def demo(
     """Run the demo into a folder of its own, which is made anew, and return the rows of its table."""
     started = time.perf_counter()
     for name, factor in (("steps", steps_factor), ("rows", rows_factor)):
-        if not factor > 0:
-            raise ConfigError(f"{name}_factor must be positive, but --{name}-factor={factor}; use 1.")
+        if not 0 < factor <= 1000:
+            raise ConfigError(f"{name}_factor must lie in 0..1000, but --{name}-factor={factor}; use 1.")
     place = override(PlaceConfig(), "device", device)
     qat_run = _qat_run(output, preset, place, steps_factor)
     runtime = runtime_for(place)
+    check_writable(output)
     _clear(output)
+    write_json(output / MARKER, {"preset": preset, "steps_factor": steps_factor, "rows_factor": rows_factor})
     commands.cache(_cache_run(output, place, rows_factor))
     qat = commands.qat(qat_run)
     recovery = commands.recover(_recovery_run(output, qat, place, steps_factor))
@@ -60,8 +64,8 @@ def demo(
 
 def _clear(output: Path) -> None:
     """Remove an earlier demo, and nothing else."""
-    if output.exists():
-        if any(output.iterdir()) and not (output / "cache").exists():
+    if output.exists() and any(output.iterdir()):
+        if not (output / MARKER).is_file():
             raise OutputError(f"{output} holds something that is no demo; give another --output.")
         shutil.rmtree(output)
 

@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
 def add_flags(parser: argparse.ArgumentParser, run_class: type) -> None:
     """Add a flag for every leaf of the run, and those of the launch where it trains."""
     hints = _leaf_hints(run_class)
-    defaults = _default_of(run_class)
+    defaults = run_class()
     for path, field in leaves(run_class).items():
         if path.startswith("scheme."):
             continue
@@ -80,7 +80,12 @@ def run_from(args: argparse.Namespace, run_class: type) -> AnyRun:
     if run_class is QatRun:
         run = presets.qat_run(_preset_name(given, run))
     if args.settings is not None:
+        chosen = run.preset if run_class is QatRun and _preset_given(given) else None
         run = load_settings(run, args.settings)
+        if chosen not in (None, getattr(run, "preset", None)):
+            raise ConfigError(
+                f"preset {chosen!r} contradicts preset {run.preset!r} in {args.settings}; drop one of them."
+            )
     for path in leaves(run_class):
         if given.get(path) is not None:
             run = override(run, path, given[path])
@@ -98,14 +103,17 @@ def launch_of(args: argparse.Namespace) -> Any:
 
 def _preset_name(given: dict[str, Any], run: QatRun) -> str:
     """The preset must be known before anything else is laid over it, wherever it was written."""
-    for assignment in given["set"]:
-        if assignment.startswith("preset="):
-            return assignment.partition("=")[2]
-    if given.get("preset") is not None:
-        return str(given["preset"])
+    if named := _preset_given(given):
+        return named
     if given["settings"] is not None:
         return load_settings(run, given["settings"]).preset
     return run.preset
+
+
+def _preset_given(given: dict[str, Any]) -> str:
+    """The preset named by --set or by its flag; empty where neither does."""
+    by_set = [a.partition("=")[2] for a in given["set"] if a.startswith("preset=")]
+    return by_set[-1] if by_set else str(given.get("preset") or "")
 
 
 def _leaf_hints(config_class: Any, prefix: str = "") -> dict[str, Any]:
@@ -116,10 +124,6 @@ def _leaf_hints(config_class: Any, prefix: str = "") -> dict[str, Any]:
         else:
             found[prefix + name] = hint
     return found
-
-
-def _default_of(run_class: Any) -> Any:
-    return run_class()
 
 
 def _shown(config: Any, path: str) -> str:

@@ -95,6 +95,15 @@ def _print_result(result: Any) -> None:
     )
 
 
+class _AboveBars(logging.Handler):
+    """Writes log lines through the console that draws the bars, so that neither tears the other."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from qat_lora.cli.progress import console
+
+        console.print(self.format(record), highlight=False, markup=False, soft_wrap=True)
+
+
 _COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "cache": _cache,
     "qat": _qat,
@@ -135,7 +144,7 @@ def _start_logging(*, quiet: bool) -> None:
         level=logging.WARNING if quiet else logging.INFO,
         format="%(asctime)s %(message)s",
         datefmt="%H:%M:%S",
-        stream=sys.stderr,
+        handlers=[_AboveBars()],
     )
     for noisy in ("httpx", "matplotlib", "datasets", "huggingface_hub", "fsspec"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

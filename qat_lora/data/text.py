@@ -20,18 +20,21 @@ logger = logging.getLogger(__name__)
 TEXT_KEYS = ("text", "content")
 SUFFIXES = (".txt", ".jsonl")
 HUB_PREFIX = "hf:"
+EMBEDDED_NAME = "embedded"
 EMBEDDED: dict[str, Literal["train", "eval"]] = {"embedded:train": "train", "embedded:eval": "eval"}
 
 
 def read_texts(spec: str) -> Iterator[str]:
     """Yield the texts of a source, one after the other, without the empty ones.
 
-    Args: spec: a ``.txt`` file (one text), a ``.jsonl`` file (one object with "text" or "content" per line),
-    a folder or a glob of those (in the order of their names), ``hf:dataset[:config][:split]`` (split
-    ``train`` unless given), or ``embedded:train`` / ``embedded:eval``.
+    Args:
+        spec: a ``.txt`` file (one text), a ``.jsonl`` file (one object with "text" or "content" per line), a
+            folder or a glob of those (in the order of their names), ``hf:dataset[:config][:split]`` (split
+            ``train`` unless given), or ``embedded:train`` / ``embedded:eval``.
 
-    Raises: DataError: the source is missing, cannot be read, or holds no text. Raised on the first `next`,
-    not on the call.
+    Raises:
+        DataError: the source is missing, cannot be read, or holds no text. Raised while iterating, not on the
+            call.
     """
     if not spec:
         raise DataError(
@@ -48,7 +51,7 @@ def read_texts(spec: str) -> Iterator[str]:
 
 
 def _texts(spec: str) -> Iterator[str]:
-    if spec.startswith("embedded"):
+    if spec.startswith(EMBEDDED_NAME):  # not embedded_texts/, which is a folder
         return _embedded_texts(spec)
     if spec.startswith(HUB_PREFIX):
         return _hub_texts(spec)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from qat_lora.errors import DataError
 from qat_lora.evaluate.forward import hidden_and_head
 from qat_lora.evaluate.windows import Windows
 from qat_lora.kd import next_tokens
@@ -67,6 +68,9 @@ def measure(
 
     The models lie on the runtime's device and keep the mode they are in. `on_batch` is told the rows done.
     """
+    tokens = int(windows.counted_RT.sum())
+    if not tokens:
+        raise DataError("the evaluation text gives no token to predict; give a longer text with --data.")
     models_used = [student] if teacher is None else [student, teacher]
     modes = [model.training for model in models_used]
     for model in models_used:
@@ -79,8 +83,7 @@ def measure(
         on_batch(batch["ids"].shape[0])
     for model, mode in zip(models_used, modes, strict=True):
         model.train(mode)
-    tokens = int(windows.counted_RT.sum())
-    nll, kl, same = (total / max(1, tokens)).tolist()
+    nll, kl, same = (total / tokens).tolist()
     perplexity = math.exp(min(nll, 700.0))  # exp overflows beyond
     return Scores(perplexity, None, None, tokens) if teacher is None else Scores(perplexity, kl, same, tokens)
 

@@ -3,9 +3,9 @@
 Legend: R windows, T tokens per window.
 
 *Whole* windows do not overlap; each predicts all its tokens but the first. *Strided* windows overlap and each counts
-only the tokens that no earlier window has predicted, so that every counted token but the first few has T - stride
-tokens of context at
-least: slower, lower perplexity, the protocol of the transformers documentation. Say which one a number comes from.
+only the tokens that no earlier window has predicted, so that every counted token but those of the first window has at
+least T - stride tokens of context: slower, lower perplexity, the protocol of the transformers documentation. Say which
+one a number comes from.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from qat_lora.config import Support
 
-# Stands in for -inf where -inf would turn 0 * log 0 into NaN; exp of it is exactly 0 at any sensible
-# temperature.
+# Stands in for -inf where -inf would turn 0 * log 0 into NaN; exp of it is exactly 0 at any sensible temperature.
 NEVER = -1.0e30
 
 
@@ -85,12 +84,12 @@ def sparse_kl(
 ) -> LossSum:
     """Sum over counted rows of T^2 * KL(teacher || student) from K candidates per row.
 
-    ``full``: q is normalised over the whole vocabulary, and what the teacher gave to other tokens, t = 1 -
-        sum_k p_k, is one
-    bucket: ``sum_k p_k (log p_k - log q_k) + t (log t - log q_tail)``. It is a lower bound of the KL over the
-        vocabulary, and
-    equals it where k = V. ``candidates``: p and q are both renormalised over the K candidates. Cheaper, and
-    biased: the student is told nothing about the mass that it gives to all other tokens.
+    ``full``: q is normalised over the whole vocabulary, and what the teacher gave to other tokens,
+    t = 1 - sum_k p_k, is one bucket: ``sum_k p_k (log p_k - log q_k) + t (log t - log q_tail)``. It is a lower
+    bound of the KL over the vocabulary, and equals it where K = V.
+
+    ``candidates``: p and q are both renormalised over the K candidates. Cheaper, and biased: the student is told
+    nothing about the mass that it gives to all other tokens.
 
     Args:
         student_logits_SV: ``[S, V]``, any float dtype.
@@ -235,8 +234,7 @@ def _add_product(sum_VH: Tensor, left_Vc: Tensor, right_cH: Tensor) -> None:
 
 def _chunks(hidden_SH: Tensor, chunk_tokens: int) -> list[slice]:
     rows = hidden_SH.shape[0]
-    # No rows is one empty chunk, so that the sum is a zero of the right dtype and gradients are zeros of the
-    # right shape.
+    # No rows is one empty chunk: the sum is a zero of the right dtype, the gradients are zeros of the right shape.
     return [slice(i, min(i + chunk_tokens, rows)) for i in range(0, max(rows, 1), chunk_tokens)]
 
 
@@ -245,8 +243,7 @@ def _kl(logp_SK: Tensor, logq_SK: Tensor) -> Tensor:
 
 
 def _tail_bucket_kl(u_SV: Tensor, u_SK: Tensor, ids_SK: Tensor, logp_SK: Tensor) -> Tensor:
-    # The tail's log-sum-exp runs over the non-candidates themselves: 1 - sum_k q_k would cancel where the
-    # tail is small.
+    # The tail's log-sum-exp runs over the non-candidates: 1 - sum_k q_k would cancel where the tail is small.
     lse_tail_S = u_SV.scatter(-1, ids_SK, NEVER).logsumexp(-1)
     lse_S = torch.logaddexp(lse_tail_S, u_SK.logsumexp(-1))
     tail_S = (1.0 - logp_SK.exp().sum(-1)).clamp(min=0.0)

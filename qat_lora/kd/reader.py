@@ -86,9 +86,8 @@ class KDCacheDataset(Dataset[Batch]):
     def __getitem__(self, row: int) -> Batch:
         """Return one row of the split.
 
-        int64: ``input_ids`` [T], ``length`` [], ``topk_ids`` [T, K]. float32: ``topk_logprobs`` [T, K],
-            ``lse`` and
-        ``tail`` [T, n].
+        int64: ``input_ids`` [T], ``length`` [], ``topk_ids`` [T, K].
+        float32: ``topk_logprobs`` [T, K], ``lse`` [T, n], ``tail`` [T, n].
         """
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of a split of {len(self)} rows")
@@ -121,18 +120,18 @@ class KDCacheDataset(Dataset[Batch]):
         places = range(first, first + batch_size)
         return np.array([self._order(p // len(self))[p % len(self)] for p in places], dtype=np.int64)
 
-    def eval_batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield this rank's part of the split once, in order, in batches of one size.
+    def eval_batches(self, batch_size: int, *, rows: int | None = None) -> Iterator[Batch]:
+        """Yield this rank's part of the split, or of its first `rows` rows, once, in order, in batches of one size.
 
-        The last ones are filled up with rows of length 0, which no mask counts, so every rank sees equally
-        many batches.
+        The last ones are filled up with rows of length 0, which no mask counts: ranks see equally many.
         """
+        chosen = self._rows[:rows]
         step = batch_size * self.world_size
-        for start in range(self.rank * batch_size, -(-len(self) // step) * step, step):
-            rows = self._rows[start : start + batch_size]
-            missing = batch_size - len(rows)
-            batch = self._read(np.concatenate([rows, np.repeat(self._rows[:1], missing)]))
-            batch["length"][len(rows) :] = 0
+        for start in range(self.rank * batch_size, -(-len(chosen) // step) * step, step):
+            picked = chosen[start : start + batch_size]
+            missing = batch_size - len(picked)
+            batch = self._read(np.concatenate([picked, np.repeat(chosen[:1], missing)]))
+            batch["length"][len(picked) :] = 0
             yield batch
 
     def require(
@@ -215,8 +214,7 @@ class KDCacheDataset(Dataset[Batch]):
         return {name: torch.from_numpy(arrays[name].astype(dtype)) for name, dtype in _HANDED_OUT_AS.items()}
 
     def _check_ids(self, name: str, ids: np.ndarray[Any, Any], rows: np.ndarray[Any, Any]) -> None:
-        # On the host: an id out of range is a silent wrong gather on a TPU and a device-side assertion on a
-        # GPU.
+        # On the host: an id out of range is a silent wrong gather on a TPU, a device-side assertion on a GPU.
         vocab_size = self.manifest.vocab_size
         if ids.max() < vocab_size and ids.min() >= 0:
             return

@@ -1,7 +1,8 @@
 """Quantised linear layers: W ~ S * L[I] (+ Z), trained through the rounding and stored as packed codes.
 
-`primitives` is the maths, `scales` the forms of S, `packing` the bytes, `init` the search, `linear` the
-layers, `convert` the walk over a model, `report` the count of bits. See docs/quantization.md.
+`primitives` is the maths, `scales` the forms of S, `packing` the bytes. `search` finds scales, `factors` low-rank ones,
+and `init` all that a layer starts from. `linear` is the layers, `convert` the walk over a model, `report` the count of
+bits. See docs/quantization.md.
 """
 
 from qat_lora.quant.convert import (

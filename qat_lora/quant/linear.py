@@ -214,8 +214,7 @@ class CodedLinear(nn.Linear):
         self.register_buffer("offset_OG", None if offset_OG is None else offset_OG.to(dtype, copy=True))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CodedLinear:
-        # model.to(bfloat16) is about activations; stored scales keep the dtype they were rounded to, or codes
-        # would lie.
+        # model.to(bfloat16) is about activations; stored scales keep the dtype they were rounded to, or codes lie.
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, buffer in self._buffers.items():

@@ -1,7 +1,7 @@
 """The maths of one quantised matrix: W ~ S * L[I] (+ Z), as pure tensor functions.
 
 Owns the grids L, the choice of codes I, the way back, and the gradients. It does not know modules, how scales
-are found (`init`), how they are parametrised (`scales`) or how codes are stored (`packing`).
+are found (`search`), how they are parametrised (`scales`) or how codes are stored (`packing`).
 
 `fake_quantize` and `dequantize` share the float operations that make a weight from a code, in one order, in
 float32, so their results are equal bit for bit. Nothing here reads a tensor on the host or branches on a

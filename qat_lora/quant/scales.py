@@ -1,7 +1,7 @@
 """The scale S of a quantised matrix as a module: one per group or row, or a product of two thin matrices.
 
 Owns the parameters and their rounding to the dtype they are stored in. It does not know codes or grids, nor
-how a good start is found (`init`).
+how a good start is found (`search`, `factors`).
 
 Shapes: O out features, I in features, G groups along I (1 for one scale per row), R rank.
 """

@@ -24,13 +24,7 @@ from qat_lora.quant.primitives import level_values, lowest_level, nearest_code, 
 from qat_lora.quant.scales import group_count
 
 FINE_FRACTIONS = (0.3, 26)  # from this fraction of abs-max up to it, in so many even steps, per sign
-COARSE_FRACTIONS = (
-    0.05,
-    0.09,
-    0.14,
-    0.2,
-    0.25,
-)  # for long rows and outliers, where clipping most of the range pays
+COARSE_FRACTIONS = (0.05, 0.09, 0.14, 0.2, 0.25)  # for long rows and outliers, where clipping most of the range pays
 LEAST_SQUARES_STEPS = 4
 CHUNK_WEIGHTS = 2**18  # weights searched at a time, so that temporaries stay in cache
 

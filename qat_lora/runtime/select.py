@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 
 def runtime_for(place: PlaceConfig) -> Runtime:
     """Return the runtime for ``--device``; raises DeviceError, or falls back to the CPU where that is allowed."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes > 1:
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes != "1":
         raise DeviceError(f"WORLD_SIZE={processes}, but this version trains on one device; run without torchrun.")
     kind = detect_device_type() if place.device == "auto" else place.device
     missing = _why_absent(kind)

@@ -60,7 +60,8 @@ def student_checkpoint(
 
 def resume_state(state: TrainState) -> dict[str, Any]:
     """The part that a resumed run reads: optimizer, progress, moving average and random state."""
-    progress = {name: getattr(state, name) for name in ("step", "best_kl", "best_step", "first_kl", "last_kl")}
+    names = ("step", "best_kl", "best_step", "first_kl", "last_kl", "evaluated_step")
+    progress = {name: getattr(state, name) for name in names}
     return {
         "optimizer": state.optimizer.state_dict(),
         "progress": progress,
@@ -133,16 +134,17 @@ def check_same_run(content: dict[str, Any], run: QatRun | RecoveryRun, manifest:
             )
 
 
-def remove_checkpoints(folder: Path, runtime: Runtime) -> None:
+def remove_run(folder: Path, runtime: Runtime) -> None:
     """Remove what an earlier run left in a folder, so that nothing of it is taken for the new one's."""
     if runtime.rank == 0:
-        for path in (*numbered(folder), *(folder / name for name in ("best.pt", "last.pt", "anchor.pt", "loss.csv"))):
+        names = ("best.pt", "last.pt", "anchor.pt", "loss.csv", "loss.png", "run.json", "summary.json")
+        for path in (*numbered(folder), *(folder / name for name in names)):
             path.unlink(missing_ok=True)
 
 
 def numbered(folder: Path) -> list[Path]:
     """The numbered checkpoints of a run, oldest first."""
-    return sorted(folder.glob("step-*.pt"))
+    return sorted(folder.glob("step-*.pt"), key=lambda path: int(path.stem.removeprefix("step-")))
 
 
 def save_numbered(content: dict[str, Any], folder: Path, step: int, keep_last: int, runtime: Runtime) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import logging
 import math
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 
 from qat_lora.errors import TrainingError
+from qat_lora.files import write_atomically
 from qat_lora.runtime import Runtime
 from qat_lora.train.optim import swapped_in
 from qat_lora.train.state import StepInfo, TrainState
@@ -32,13 +34,14 @@ class LossLog:
         """Keep the rows of up to `step` steps done and forget the rest."""
         if step and self.path.exists():
             with self.path.open(newline="") as stream:
-                read = [{k: float(v) if v else math.nan for k, v in row.items()} for row in csv.DictReader(stream)]
-            self.rows = [row for row in read if row["step"] <= step]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("w", newline="") as stream:
-            writer = csv.DictWriter(stream, COLUMNS)
-            writer.writeheader()
-            writer.writerows(_readable(row) for row in self.rows)
+                self.rows = [
+                    row for row in map(_parsed, csv.DictReader(stream)) if row is not None and row["step"] <= step
+                ]
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, COLUMNS)
+        writer.writeheader()
+        writer.writerows(_readable(row) for row in self.rows)
+        write_atomically(self.path, lambda stream: stream.write(text.getvalue().encode()))
 
     def add(self, **values: float) -> None:
         """Append one row; columns without a value stay empty."""
@@ -95,13 +98,16 @@ class EvalHook:
         self._evaluate = evaluate
         self._losses = losses
         self._save_best = save_best
-        self._evaluated_step = -1
 
     def start(self, state: TrainState) -> None:
         """Evaluate what the run starts from, unless a resumed run has done so."""
-        if state.step == 0:
+        if state.evaluated_step < 0:
             self._run(state)
             state.first_kl = state.last_kl
+            if not math.isfinite(state.first_kl):
+                raise TrainingError(
+                    f"the held-out KL is {state.first_kl} before the first step; check the model and the cache."
+                )
 
     def after_step(self, state: TrainState, info: StepInfo) -> None:
         """Evaluate."""
@@ -109,7 +115,7 @@ class EvalHook:
 
     def end(self, state: TrainState) -> None:
         """Evaluate the end, and say so where it is worse than the start."""
-        if self._evaluated_step != state.step:
+        if state.evaluated_step != state.step:
             self._run(state)
         if not state.last_kl <= state.first_kl:
             log.warning(
@@ -120,11 +126,10 @@ class EvalHook:
 
     def _run(self, state: TrainState) -> None:
         with swapped_in(state.ema, state.trained):
-            state.last_kl = self._evaluate()
+            state.last_kl, state.evaluated_step = self._evaluate(), state.step
             if state.last_kl < state.best_kl:
                 state.best_kl, state.best_step = state.last_kl, state.step
                 self._save_best(state)
-        self._evaluated_step = state.step
         self._losses.add(step=state.step, eval_kl=state.last_kl)
         log.info("step %d held-out KL %.4f", state.step, state.last_kl)
 
@@ -136,19 +141,19 @@ class CheckpointHook:
         """`save` writes one checkpoint of the state."""
         self.every = every
         self._save = save
-        self._saved_step = -1
+        self._saved = (-1, -1)
 
     def start(self, state: TrainState) -> None:
         """Nothing: a resumed run has its checkpoint, a fresh one has nothing to lose."""
-        self._saved_step = state.step
+        self._saved = (state.step, state.evaluated_step)
 
     def after_step(self, state: TrainState, info: StepInfo) -> None:
         """Save."""
         self._save_finite(state)
 
     def end(self, state: TrainState) -> None:
-        """Save the end."""
-        if self._saved_step != state.step:
+        """Save the end, anew where it was evaluated after it was saved: last.pt knows its own evaluation."""
+        if self._saved != (state.step, state.evaluated_step):
             self._save_finite(state)
 
     def _save_finite(self, state: TrainState) -> None:
@@ -157,7 +162,7 @@ class CheckpointHook:
         if not finite.item():
             raise TrainingError(f"weights are no numbers after step {state.step}; lower --lr or --clip-norm.")
         self._save(state)
-        self._saved_step = state.step
+        self._saved = (state.step, state.evaluated_step)
 
 
 class SpeedHook:
@@ -183,19 +188,28 @@ class SpeedHook:
         """Nothing."""
 
     def summary(self, state: TrainState, runtime: Runtime) -> dict[str, float | int]:
-        """What summary.json holds; speed is that of this launch, tokens are over all ranks."""
-        tokens = self._tokens * runtime.world_size
+        """What summary.json holds: steps and tokens of the whole run over all ranks, the speed of this launch."""
+        launch_tokens = self._tokens * runtime.world_size
         return {
             "steps": state.step,
-            "tokens": tokens,
-            "seconds_per_step": self._seconds / max(1, self._steps),
-            "tokens_per_second": tokens / max(self._seconds, 1e-9),
+            "tokens": launch_tokens // self._steps * state.step,
+            "launch_steps": self._steps,
+            "seconds_per_step": self._seconds / self._steps,
+            "tokens_per_second": launch_tokens / self._seconds,
             "peak_bytes": runtime.memory().peak_bytes,
             "first_kl": state.first_kl,
             "best_kl": state.best_kl,
             "best_step": state.best_step,
             "last_kl": state.last_kl,
         }
+
+
+def _parsed(row: dict[str, str]) -> dict[str, float] | None:
+    """The numbers of a row; None for one that a kill has cut short."""
+    try:
+        return {name: float(row[name]) if row[name] else math.nan for name in COLUMNS}
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _readable(row: dict[str, float]) -> dict[str, str]:

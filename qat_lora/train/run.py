@@ -7,7 +7,6 @@ TPU a bad shape costs minutes of compilation.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from qat_lora.train.checkpoint import (
     git_commit,
     load_checkpoint,
     load_tensors,
-    remove_checkpoints,
+    remove_run,
     restore,
     resume_state,
     save_numbered,
@@ -113,20 +112,21 @@ def run_recovery(
         raise ConfigError(
             "recovery starts from a student, but checkpoint is empty; give --checkpoint runs/qat/best.pt."
         )
-    path = Path(run.checkpoint)
-    start = load_checkpoint(path, kind=QatRun.command)
+    last = run.output / "last.pt"
+    resuming = launch == "resume" and last.exists()
+    path = last if resuming else Path(run.checkpoint)
+    start = load_checkpoint(path, kind=run.command if resuming else QatRun.command)
     run = dataclasses.replace(run, model=run.model or start["identity"]["name"])
     inputs = _open(run, runtime, launch)
     check_identity(start, inputs.loaded.identity, path)
-    start = inputs.resumed or start
-    scheme = from_json(QuantScheme, start["scheme"])
     model = restored(inputs.loaded.model, start, path)
-    if inputs.resumed is None:
+    if not resuming:
         freeze_codes(model)
         targets = models.target_linears(model)
         model = adapters.attach(model, targets, run.adapter, base_name=inputs.loaded.identity.name)
     runtime.place(model)
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    scheme = from_json(QuantScheme, start["scheme"])
     return _fit(run, runtime, inputs, _Stage(model, scheme, weights, {}, student_tensors(model)), hooks)
 
 
@@ -137,6 +137,10 @@ def _open(run: QatRun | RecoveryRun, runtime: Runtime, launch: Launch) -> _Input
         raise ConfigError(
             f"{run.output} holds a run already; go on with --resume, start anew with --from-scratch, "
             "or give another --output."
+        )
+    if run.checkpoint and Path(run.checkpoint).resolve().parent == run.output.resolve():
+        raise ConfigError(
+            f"--checkpoint {run.checkpoint} lies in --output, where it would be replaced; give another --output."
         )
     kd, loop = run.kd, run.loop
     cache = KDCacheDataset(
@@ -154,8 +158,6 @@ def _open(run: QatRun | RecoveryRun, runtime: Runtime, launch: Launch) -> _Input
         check_identity(resumed, identity, last)
         check_same_run(resumed, run, cache.manifest, last)
     check_writable(run.output)
-    if launch == "from_scratch":
-        remove_checkpoints(run.output, runtime)
     torch.manual_seed(loop.seed)  # adapters' initial values and dropout follow from it
     return _Inputs(cache.part("train", loop.eval_fraction), cache.part("eval", loop.eval_fraction), loaded, resumed)
 
@@ -163,6 +165,8 @@ def _open(run: QatRun | RecoveryRun, runtime: Runtime, launch: Launch) -> _Input
 def _fit(
     run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, stage: _Stage, extra_hooks: Sequence[Hook]
 ) -> RunResult:
+    if inputs.resumed is None:
+        remove_run(run.output, runtime)
     optimizer = build_optimizer(stage.weights.values(), stage.scales.values(), run.optim)
     state = TrainState(stage.model, stage.weights | stage.scales, optimizer)
     if run.optim.ema_decay:
@@ -171,9 +175,13 @@ def _fit(
     if inputs.resumed is not None:
         restore(state, inputs.resumed, run.output / "last.pt")
         log.info("resuming %s at step %d", run.output, state.step)
+    losses, speed = LossLog(run.output / "loss.csv"), SpeedHook()
+    if state.step >= run.loop.max_steps:
+        losses.open_at(state.step)
+        log.warning("%s is at step %d of %d already: nothing to do", run.output, state.step, run.loop.max_steps)
+        return RunResult(run.output / "best.pt", losses, state)
     manifest = inputs.dataset.manifest
     objective = KDObjective(run.kd, manifest, runtime, total_steps=run.loop.max_steps, anchor=anchor)
-    losses, speed = LossLog(run.output / "loss.csv"), SpeedHook()
     hooks = [*_hooks(run, runtime, inputs, stage, losses), speed, *extra_hooks]
     if runtime.rank == 0:
         write_json(run.output / "run.json", _record(run, inputs.loaded))
@@ -210,7 +218,7 @@ def _hooks(run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, stage: 
     loop = run.loop
 
     def evaluate() -> float:
-        batches = itertools.islice(inputs.held_out.eval_batches(loop.batch_size), -(-loop.eval_rows // loop.batch_size))
+        batches = inputs.held_out.eval_batches(loop.batch_size, rows=loop.eval_rows)
         return cached_kl(
             stage.model, batches, inputs.held_out.manifest, runtime=runtime, chunk_tokens=run.kd.chunk_tokens
         )

@@ -25,6 +25,7 @@ class TrainState:
         ema: name -> moving average of the trained parameters; empty where there is none.
         best_kl, best_step: lowest held-out KL so far, and the step it was seen after.
         first_kl, last_kl: held-out KL before step 0 and at the latest evaluation.
+        evaluated_step: steps done at the latest evaluation; -1 before any.
     """
 
     model: nn.Module
@@ -36,6 +37,7 @@ class TrainState:
     best_step: int = -1
     first_kl: float = math.nan
     last_kl: float = math.nan
+    evaluated_step: int = -1
 
 
 @dataclass(frozen=True)

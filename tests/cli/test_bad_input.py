@@ -27,14 +27,17 @@ def student(tmp_path_factory, cache_dir) -> Path:
 def refused(capsys, tmp_path):
     """Run a command that must be refused, and return the sentence that it prints."""
 
+    def contents() -> dict[Path, bytes | None]:
+        return {path: path.read_bytes() if path.is_file() else None for path in sorted(tmp_path.rglob("*"))}
+
     def run(*argv: object, names: tuple[str, ...]) -> str:
-        before = sorted(tmp_path.rglob("*"))
+        before = contents()
         assert main([str(a) for a in (*argv, *(() if argv[0] in ("demo", "export") else ("--device", "cpu")))]) == 2
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qat-lora: error:")]
         assert len(lines) == 1
         for name in names:
             assert name in lines[0], lines[0]
-        assert sorted(tmp_path.rglob("*")) == before, "something was written"
+        assert contents() == before, "something was written, changed or removed"
         return lines[0]
 
     return run
@@ -237,6 +240,7 @@ def test_weights_that_are_missing_are_not_made_up(refused, tmp_path, teacher_dir
     refused("eval", "--model", part, "--output", tmp_path / "f", names=("up_proj", "part"))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_absent_device(refused, capsys, tmp_path) -> None:
     assert main(["qat", "--device", "cuda", "--output", str(tmp_path / "out")]) == 2
     assert "--device cuda" in capsys.readouterr().err
@@ -266,3 +270,84 @@ def test_export_does_not_overwrite(refused, tmp_path, student) -> None:
     refused(
         "export", "--checkpoint", student, "--format", "adapter", "--output", tmp_path / "e", names=("no adapters",)
     )
+
+
+def own_run(student: Path, tmp_path: Path) -> Path:
+    """A copy of the student's run folder below tmp_path, where every byte is watched."""
+    shutil.copytree(student.parent, tmp_path / "qat")
+    return tmp_path / "qat"
+
+
+def test_a_start_from_scratch_that_fails_leaves_the_old_run(refused, tmp_path, cache_dir, student) -> None:
+    run = own_run(student, tmp_path)
+    refused("qat", "--cache-dir", cache_dir, "--output", run, "--from-scratch", "--train", "luts", names=("luts",))
+
+
+def test_a_student_is_not_replaced_by_its_own_recovery(refused, tmp_path, cache_dir, student) -> None:
+    best = own_run(student, tmp_path) / "best.pt"
+    refused("recover", "--cache-dir", cache_dir, "--checkpoint", best, "--output", best.parent, "--from-scratch",
+            names=("--checkpoint", "--output"))  # fmt: skip
+
+
+def test_the_demo_removes_nothing_but_a_demo(refused, tmp_path) -> None:
+    (tmp_path / "mine" / "cache").mkdir(parents=True)
+    (tmp_path / "mine" / "thesis.txt").write_text("years")
+    refused("demo", "--output", tmp_path / "mine", names=("mine", "no demo"))
+    (tmp_path / "file").write_text("")
+    refused("demo", "--output", tmp_path / "file", names=("file", "cannot be written"))
+    for factor in ("0", "inf", "nan", "-1"):
+        refused("demo", "--output", tmp_path / "d", "--steps-factor", factor, names=("steps_factor",))
+
+
+def test_a_model_without_a_tokenizer(refused, tmp_path, teacher_dir, text_file) -> None:
+    shutil.copytree(teacher_dir, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    refused(
+        "cache",
+        "--teacher",
+        tmp_path / "bare",
+        "--data",
+        text_file,
+        "--output",
+        tmp_path / "c",
+        names=("tokenizer.json",),
+    )
+
+
+def test_settings_of_the_wrong_kind(refused, tmp_path) -> None:
+    for text, word in (
+        ("{loop: {max_steps: 3.9}}", "whole number"),
+        ("{loop: {batch_size: true}}", "whole number"),
+        ("{loop: {seed: 99999999999999999999}}", "seed"),
+        ("{train: 5}", "a list"),
+        ("{model: null}", "text"),
+        ("{output: null}", "text"),
+        ("{optim: {lr: fast}}", "a number"),
+    ):
+        (tmp_path / "s.yaml").write_text(text)
+        refused("qat", "--settings", tmp_path / "s.yaml", "--output", tmp_path / "out", names=(word,))
+
+
+def test_two_presets(refused, tmp_path) -> None:
+    (tmp_path / "s.json").write_text('{"preset": "q2a4"}')
+    refused("qat", "--settings", tmp_path / "s.json", "--preset", "q4_g32", "--output", tmp_path / "out",
+            names=("q4_g32", "q2a4"))  # fmt: skip
+
+
+def test_adapters_that_cannot_be_read(refused, tmp_path, teacher_dir, text_file) -> None:
+    source = ("eval", "--model", teacher_dir, "--data", text_file, "--output", tmp_path / "f.json")
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    refused(*source, "--adapter", folder, names=("adapter_config.json",))
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}')
+    refused(*source, "--adapter", folder, names=("adapter_model.safetensors",))
+    (folder / "adapter_model.safetensors").write_bytes(b"cut")
+    refused(*source, "--adapter", folder, names=("adapter", "export them again"))
+
+
+def test_an_output_that_is_a_folder(refused, tmp_path, teacher_dir) -> None:
+    for output in (tmp_path, "."):
+        refused("eval", "--model", teacher_dir, "--output", output, names=("is a folder",))
+
+
+def test_a_temperature_that_is_no_number(refused, tmp_path, teacher_dir) -> None:
+    refused("cache", "--teacher", teacher_dir, "--temperatures", "inf", "--output", tmp_path / "c", names=("inf",))

@@ -101,10 +101,28 @@ def test_a_tokenizer_without_eos_is_refused():
         tokenize_blocks(["abc"], tokenizer, 4)
 
 
-@pytest.mark.parametrize("texts", [[], [""]])
+@pytest.mark.parametrize("texts", [[], [""], ["", ""]])
 def test_no_text_is_refused(texts):
-    with pytest.raises(DataError, match="no tokens"):
+    with pytest.raises(DataError, match="gives no tokens"):
         tokenize_blocks(texts, ByteTokenizer(), 4)
+
+
+class LetterTokenizer(ByteTokenizer):
+    """Knows small letters only, and encodes all else to nothing."""
+
+    def __call__(self, texts, **options):
+        return super().__call__(["".join(c for c in text if c.islower()) for text in texts], **options)
+
+
+@pytest.mark.parametrize("max_rows", [None, 1])
+def test_a_tokenizer_that_gives_nothing_but_the_appended_eos_is_refused(max_rows):
+    with pytest.raises(DataError, match="LetterTokenizer gives no tokens .* check the tokenizer files"):
+        tokenize_blocks(["12", "34", "56"], LetterTokenizer(), 2, max_rows=max_rows)
+
+
+def test_a_text_without_a_token_leaves_no_eos():
+    blocks = tokenize_blocks(["12", "ab", "34", "c"], LetterTokenizer(), 3, max_rows=2)
+    assert flat(blocks) == expected(["ab", "c"])
 
 
 def test_sizes_that_make_no_rows_are_refused():

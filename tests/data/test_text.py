@@ -105,6 +105,14 @@ def test_the_embedded_corpus_has_two_sides_and_no_third(monkeypatch):
     assert "'embedded:train' or 'embedded:eval'" in refused("embedded")
 
 
+def test_a_folder_whose_name_begins_like_the_embedded_corpus_is_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "embedded_texts").mkdir()
+    (tmp_path / "embedded_texts" / "a.txt").write_text("mine")
+    assert list(read_texts("embedded_texts")) == list(read_texts("embedded_texts/a.txt")) == ["mine"]
+    assert "does not exist" in refused("embedded_none")
+
+
 class Rows(list):
     """As much of a hub dataset as is used."""
 
