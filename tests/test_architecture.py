@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,8 @@ def imported(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module and not node.level, f"{path}:{node.lineno} imports relatively; write qat_lora in full"
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
 
@@ -155,6 +157,22 @@ def test_the_flags_are_the_ones_we_promised() -> None:
     }
     assert set(RUNS) | {"demo"} == set(found)
     assert found == json.loads((Path(__file__).parent / "cli" / "flags.json").read_text())
+
+
+def test_the_readmes_table_of_presets_says_what_they_are() -> None:
+    """Bits per weight on the embedded teacher, and learning rates, as they are counted and set today."""
+    from qat_lora import models, presets
+    from qat_lora.evaluate import size_of
+    from qat_lora.quant import quantize_model
+
+    table = re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+) \| ([\d.e-]+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    found = []
+    for name, scheme in presets.SCHEMES.items():
+        loaded = models.load(models.EMBEDDED)
+        quantize_model(loaded.model, scheme, models.target_linears(loaded.model), search=False)
+        bits = size_of(loaded.model, stored_bits=loaded.stored_bits).bits_per_weight
+        found.append((name, f"{bits:.2f}", presets.qat_run(name).optim.lr))
+    assert [(name, bits, float(lr)) for name, bits, lr in table] == found
 
 
 def test_words_that_never_appear_in_a_name() -> None:

@@ -102,7 +102,7 @@ def _token_arrays(texts: Iterable[str], tokenizer: Tokenizer, eos: int) -> Itera
     while chunk := list(itertools.islice(source, TEXTS_AT_ONCE)):
         # verbose=False: no warning that a text is longer than the model's context, since it is cut here.
         for ids in tokenizer(chunk, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]:
-            if True:
+            if len(ids):
                 yield np.array([*ids, eos], dtype=np.int64)
 
 

@@ -51,7 +51,7 @@ def read_texts(spec: str) -> Iterator[str]:
 
 
 def _texts(spec: str) -> Iterator[str]:
-    if spec.startswith(EMBEDDED_NAME):  # not embedded_texts/, which is a folder
+    if spec == EMBEDDED_NAME or spec.startswith(f"{EMBEDDED_NAME}:"):  # not embedded_texts/, which is a folder
         return _embedded_texts(spec)
     if spec.startswith(HUB_PREFIX):
         return _hub_texts(spec)

@@ -13,7 +13,7 @@ from qat_lora import models, presets
 from qat_lora.config import AdapterConfig, KDConfig, OptimConfig
 from qat_lora.errors import CheckpointError, ConfigError
 from qat_lora.presets import SCHEMES, scheme
-from qat_lora.train.checkpoint import load_checkpoint
+from qat_lora.train.checkpoint import load_checkpoint, numbered, save_numbered
 from qat_lora.train.run import run_qat, run_recovery
 from qat_lora.train.student import load_student, round_to_nearest, trained_parameters
 from tests.conftest import SEQ_LEN, cache_run, qat_run, recovery_run
@@ -46,7 +46,7 @@ def test_every_preset_trains_and_gets_better(preset, tmp_path, cache_dir, runtim
     result = run_qat(qat_run(cache_dir, tmp_path / "qat", preset=preset, loop=loop, optim=optim), runtime)
     assert result.state.last_kl < result.state.first_kl
     recovered = run_recovery(recovery_run(cache_dir, tmp_path / "rec", result.best, loop=loop, optim=optim), runtime)
-    assert recovered.state.first_kl == pytest.approx(result.state.best_kl, rel=1e-5)
+    assert recovered.state.first_kl == result.state.best_kl, "the frozen student is the trained one, bit for bit"
     assert recovered.state.last_kl < recovered.state.first_kl
 
 
@@ -141,6 +141,22 @@ def test_a_start_from_scratch_leaves_nothing_of_the_earlier_run(tmp_path, cache_
     run_qat(shorter, runtime, launch="from_scratch")
     assert sorted(p.name for p in (tmp_path / "qat").glob("step-*.pt")) == ["step-000002.pt", "step-000003.pt"]
     assert load_checkpoint(tmp_path / "qat" / "last.pt")["progress"]["step"] == 3
+
+
+def test_no_numbered_checkpoint_stays_where_none_is_to_be_kept(tmp_path, cache_dir, runtime) -> None:
+    run = qat_run(cache_dir, tmp_path / "qat", loop={"max_steps": 4, "save_every": 1, "keep_last": 0})
+    run_qat(run, runtime)
+    assert not list((tmp_path / "qat").glob("*step*"))
+    assert load_checkpoint(tmp_path / "qat" / "last.pt")["progress"]["step"] == 4
+    longer = replace(run, loop=replace(run.loop, max_steps=6))
+    assert run_qat(longer, runtime, launch="resume").state.step == 6
+
+
+def test_numbered_checkpoints_are_ordered_by_number_beyond_a_million_steps(tmp_path, runtime) -> None:
+    for step in (999_998, 999_999, 1_000_000, 1_000_001):
+        save_numbered({"step": step}, tmp_path, step, 3, runtime)
+    assert [p.name for p in numbered(tmp_path)] == ["step-999999.pt", "step-1000000.pt", "step-1000001.pt"]
+    assert torch.load(tmp_path / "last.pt", weights_only=True) == {"step": 1_000_001}
 
 
 def test_an_anchor_holds_the_model_near_its_start(tmp_path, cache_dir, runtime) -> None:

@@ -1,0 +1,102 @@
+"""A reader sees the old file or the whole one after it; a proof of writing leaves no trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qat_lora.errors import OutputError
+from qat_lora.files import check_writable, sha256_file, write_atomically, write_json
+
+
+def names_below(folder: Path) -> list[str]:
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*"))
+
+
+def write_half_and(error: Exception):
+    def write(stream) -> None:
+        stream.write(b"half")
+        stream.flush()
+        raise error
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("error", "seen"),
+    [(KeyError("a bug"), KeyError), (KeyboardInterrupt(), KeyboardInterrupt), (OSError(28, "No space"), OutputError)],
+    ids=["a bug", "an interruption", "a full disk"],
+)
+def test_a_writer_that_fails_leaves_the_old_content_and_nothing_else(error, seen, tmp_path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with pytest.raises(seen):
+        write_atomically(path, write_half_and(error))
+    assert path.read_bytes() == b"old"
+    assert names_below(tmp_path) == ["file"]
+
+
+def test_a_writer_that_fails_leaves_no_file_where_none_was(tmp_path) -> None:
+    with pytest.raises(OutputError, match=r"file cannot be written \(No space\); choose another --output"):
+        write_atomically(tmp_path / "file", write_half_and(OSError(28, "No space")))
+    assert names_below(tmp_path) == []
+
+
+def test_readers_see_the_old_content_until_the_file_is_whole(tmp_path) -> None:
+    path = tmp_path / "made" / "file"
+    write_atomically(path, lambda stream: stream.write(b"old"))
+
+    def write(stream) -> None:
+        stream.write(b"one and ")
+        stream.flush()
+        assert path.read_bytes() == b"old"
+        stream.write(b"two")
+
+    write_atomically(path, write)
+    assert path.read_bytes() == b"one and two"
+    assert names_below(tmp_path) == ["made", "made/file"]
+
+
+def test_json_reads_back_as_what_was_written_keys_in_their_order(tmp_path) -> None:
+    tree = {"z": [1, 2.5, None, True], "a": {"text": "Grüße, 世界\n", "tiny": 1e-300}, "empty": []}
+    write_json(tmp_path / "tree.json", tree)
+    text = (tmp_path / "tree.json").read_text(encoding="utf-8")
+    assert json.loads(text) == tree
+    assert list(json.loads(text)) == ["z", "a", "empty"]
+    assert text.endswith("}\n") and "世界" in text
+    assert names_below(tmp_path) == ["tree.json"]
+
+
+def test_a_digest_is_that_of_the_bytes(tmp_path) -> None:
+    (tmp_path / "abc").write_bytes(b"abc")
+    assert sha256_file(tmp_path / "abc").startswith("ba7816bf8f01cfea414140de5dae2223")  # from FIPS 180-2
+
+
+def test_proving_that_a_folder_can_be_written_leaves_no_trace(tmp_path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").write_text("x")
+    before = names_below(tmp_path)
+    for folder in (tmp_path, tmp_path / "kept", tmp_path / "kept" / "deep" / "deeper", tmp_path / "one"):
+        check_writable(folder)
+        assert names_below(tmp_path) == before, folder
+
+
+@pytest.mark.parametrize("below", ["file", "file/run", "file/deep/run"])
+def test_a_folder_below_a_file_is_refused(below, tmp_path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OutputError, match=r"cannot be written \(.*\); choose another --output"):
+        check_writable(tmp_path / below)
+    assert names_below(tmp_path) == ["file"]
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def test_a_refusal_after_folders_were_made_removes_them(tmp_path, monkeypatch) -> None:
+    def touch(self, *args, **kwargs):
+        raise OSError(28, "No space")
+
+    monkeypatch.setattr(Path, "touch", touch)
+    with pytest.raises(OutputError, match="No space"):
+        check_writable(tmp_path / "deep" / "run")
+    assert names_below(tmp_path) == []

@@ -1,0 +1,125 @@
+"""What a step minimises, against the formulas in NumPy; annealing; the turns that anchor rows take."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from qat_lora import models
+from qat_lora.config import KDConfig
+from qat_lora.kd import KDCacheDataset
+from qat_lora.presets import scheme
+from qat_lora.train.anchor import build_anchor
+from qat_lora.train.objective import Anchor, KDObjective
+from qat_lora.train.student import round_to_nearest
+from tests.conftest import SEQ_LEN
+from tests.reference import kd as reference
+from tests.tolerances import ORACLE_FLOAT32
+
+
+def objective_of(kd: KDConfig, total_steps: int) -> KDObjective:
+    return KDObjective(kd, None, None, total_steps=total_steps)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("anneal", "start", "quarter", "half", "end"),
+    [
+        ("none", 0.4, 0.4, 0.4, 0.4),
+        ("linear", 0.4, 0.3, 0.2, 0.0),
+        ("cosine", 0.4, 0.2 * (1 + math.sqrt(0.5)), 0.2, 0.0),
+    ],
+)
+def test_the_hard_weight_is_annealed_over_the_run_and_stays_at_its_end(anneal, start, quarter, half, end) -> None:
+    objective = objective_of(KDConfig(hard_weight=0.4, hard_anneal=anneal), total_steps=8)
+    found = [objective.hard_weight_at(step) for step in (0, 2, 4, 8, 9)]
+    assert found == pytest.approx([start, quarter, half, end, end], rel=1e-15, abs=1e-16)
+
+
+@pytest.mark.parametrize(
+    "kd",
+    [
+        KDConfig(),
+        KDConfig(temperature=2.0, top_k=5),
+        KDConfig(temperature=2.0, top_k=5, support="candidates"),
+        KDConfig(top_k=5, hard_weight=0.6, hard_anneal="linear"),
+        KDConfig(ce_alpha=0.3),
+        KDConfig(anchor_kl_weight=0.5, anchor_samples=4),
+        KDConfig(
+            temperature=2.0, top_k=5, hard_weight=0.6, hard_anneal="linear", ce_alpha=0.3, anchor_kl_weight=0.5,
+            anchor_samples=4,
+        ),
+    ],
+    ids=["kd", "tail", "candidates", "hard", "ce", "anchor", "all"],
+)  # fmt: skip
+def test_the_objective_is_its_formula(kd, teacher_dir, other_teacher_dir, cache_dir, runtime) -> None:
+    """(1 - alpha) * (KD + w_hard * hard) + alpha * CE + w_anchor * KL to the anchor, each a mean of its own."""
+    dataset = KDCacheDataset(cache_dir, preload=True)
+    student, teacher = models.load(str(teacher_dir)).model, models.load(str(teacher_dir)).model
+    round_to_nearest(student, scheme("q2_g32"))
+    batch = next(dataset.batches(2))
+    batch["length"][0] = 5
+    anchor = None
+    if kd.anchor_kl_weight:
+        start = models.load(str(other_teacher_dir)).model
+        anchor = build_anchor(start, dataset, samples=4, batch_size=3, chunk_tokens=7, runtime=runtime)
+        anchor.batch["length"][3] = 2
+    objective = KDObjective(kd, dataset.manifest, runtime, total_steps=12, anchor=anchor)
+    counts = objective.counts([batch], position=1)
+    with torch.no_grad():
+        found = sum(loss.item() for loss in objective.losses(student, batch, counts, step=3, position=1))
+
+    def logits(model: torch.nn.Module, ids: torch.Tensor) -> np.ndarray:
+        with torch.no_grad():
+            return model(input_ids=ids).logits.flatten(0, 1).double().numpy()
+
+    ours, theirs = logits(student, batch["input_ids"]), logits(teacher, batch["input_ids"])
+    mask = (np.arange(SEQ_LEN) < batch["length"].numpy()[:, None]).ravel()
+    label_mask = (np.arange(SEQ_LEN) + 1 < batch["length"].numpy()[:, None]).ravel()
+    labels = np.roll(batch["input_ids"].numpy(), -1, axis=1).ravel()
+    k = kd.top_k or theirs.shape[1]
+    ids = [reference.top_k(row, k)[0] for row in theirs]
+    logprobs = [
+        [math.log(reference.softmax(row, kd.temperature)[v]) for v in top] for row, top in zip(theirs, ids, strict=True)
+    ]
+    kl = {"full": reference.tail_bucket_kl, "candidates": reference.candidates_kl}[kd.support]
+    distilled, positions = kl(ours, ids, logprobs, mask, kd.temperature)
+    hard, _ = reference.label_ce(ours, [top[0] for top in ids], mask)
+    weight = kd.hard_weight * (1 - 3 / 12 if kd.hard_anneal == "linear" else 1)
+    ce, label_count = reference.label_ce(ours, labels, label_mask)
+    assert (positions, label_count) == (5 + SEQ_LEN, 4 + SEQ_LEN - 1)
+    expected = (1 - kd.ce_alpha) * (distilled + weight * hard) / positions + kd.ce_alpha * ce / label_count
+    if kd.anchor_kl_weight:  # micro-batch 1 of two rows: the third and the fourth anchor row, which has two tokens
+        rows = torch.stack([dataset[row]["input_ids"] for row in (2, 3)])
+        mask = (np.arange(SEQ_LEN) < np.array([[SEQ_LEN], [2]])).ravel()
+        held = [reference.soft_ce(logits(model, rows), logits(start, rows), 1.0, mask)[0] for model in (student, start)]
+        expected += kd.anchor_kl_weight * (held[0] - held[1]) / (SEQ_LEN + 2)
+    assert found == pytest.approx(expected, rel=ORACLE_FLOAT32.rtol)
+
+
+class Rank:
+    """As much of a runtime as the choice of anchor rows looks at."""
+
+    device = torch.device("cpu")
+    world_size = 2
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+@pytest.mark.parametrize(("total", "size"), [(5, 3), (6, 2), (2, 3)])
+def test_anchor_rows_are_taken_in_turn_over_positions_and_ranks(total, size, cache_dir) -> None:
+    manifest = replace(KDCacheDataset(cache_dir).manifest)
+    anchor = Anchor({"input_ids": torch.arange(total)[:, None], "length": torch.arange(total) + 100}, manifest)
+    taken = []
+    for position in range(2 * total):
+        for rank in range(Rank.world_size):
+            rows = anchor.rows(position, size, Rank(rank))  # type: ignore[arg-type]
+            assert torch.equal(rows["length"], rows["input_ids"][:, 0] + 100), "the fields of a row go together"
+            taken += rows["input_ids"][:, 0].tolist()
+    assert taken == [i % total for i in range(len(taken))]
+    assert set(Counter(taken).values()) == {len(taken) // total}, "every row has its share"
