@@ -41,15 +41,15 @@ venv: .venv/.ready
 venv-xla: .venv-xla/.ready
 
 # torch comes first and by version, so that every machine tests the same one.
-.venv/.ready: pyproject.toml
+.venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	.venv/bin/pip install --quiet --disable-pip-version-check -e ".[dev]"
+	.venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
 
-.venv-xla/.ready: pyproject.toml
+.venv-xla/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-xla
-	.venv-xla/bin/pip install --quiet --disable-pip-version-check -e ".[xla,dev]"
+	.venv-xla/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[xla,dev]"
 	@touch $@
 
 clean:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -52,11 +53,13 @@ def check_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
-        probe.unlink()
-        for path in missing:  # the deepest first
-            path.rmdir()
     except OSError as error:
         raise _unwritable(folder, error) from None
+    finally:
+        with contextlib.suppress(OSError):  # what was not made cannot be removed
+            probe.unlink(missing_ok=True)
+            for path in missing:  # the deepest first
+                path.rmdir()
 
 
 def _unwritable(path: Path, error: OSError) -> OutputError:

@@ -116,6 +116,7 @@ def test_the_cache_of_the_whole_vocabulary_is_the_live_teacher(teacher_dir, cach
 
 STOCHASTIC = {"adapter": AdapterConfig(recovery_dropout=0.2), "kd": KDConfig(anchor_kl_weight=0.5, anchor_samples=6)}
 WITH_EMA = OptimConfig(lr=2e-3, warmup_steps=2, ema_decay=0.9)
+GETTING_WORSE = OptimConfig(lr=0.5, warmup_steps=1)
 
 
 class Interruptions:
@@ -141,33 +142,35 @@ EVALUATED_AT_THE_END = {"max_steps": 6, "eval_every": 0, "save_every": 3}
 
 
 @pytest.mark.parametrize(
-    ("stage", "loop", "interrupted"),
+    ("stage", "loop", "optim", "interrupted"),
     [
-        ("qat", SAVED_AT_ITS_EVALUATIONS, (1, 2, 4)),
-        ("qat", EVALUATED_AT_THE_END, (3, 5)),
-        ("recover", SAVED_AT_ITS_EVALUATIONS, (1, 2, 4)),
+        ("qat", SAVED_AT_ITS_EVALUATIONS, WITH_EMA, (1, 2, 4)),
+        ("qat", EVALUATED_AT_THE_END, WITH_EMA, (3, 5)),
+        ("qat", SAVED_AT_ITS_EVALUATIONS, GETTING_WORSE, (1, 3)),
+        ("recover", SAVED_AT_ITS_EVALUATIONS, WITH_EMA, (1, 2, 4)),
     ],
-    ids=["qat", "qat evaluated at the end", "recover"],
+    ids=["qat", "qat evaluated at the end", "qat past its best", "recover"],
 )
 def test_a_run_resumed_at_any_step_is_the_uninterrupted_run_bit_for_bit(
-    stage, loop, interrupted, tmp_path, cache_dir, runtime
+    stage, loop, optim, interrupted, tmp_path, cache_dir, runtime
 ) -> None:
     loop = loop | {"batch_size": 3, "keep_last": 9}
     if stage == "qat":
 
         def launch(output, **how):
-            run = qat_run(cache_dir, output, preset="q2a4", loop=loop, optim=WITH_EMA, kd=STOCHASTIC["kd"])
+            run = qat_run(cache_dir, output, preset="q2a4", loop=loop, optim=optim, kd=STOCHASTIC["kd"])
             return run_qat(run, runtime, **how)
     else:
         best = run_qat(qat_run(cache_dir, tmp_path / "student", loop={"max_steps": 2}), runtime).best
 
         def launch(output, **how):
             return run_recovery(
-                recovery_run(cache_dir, output, best, loop=loop, optim=WITH_EMA, **STOCHASTIC), runtime, **how
+                recovery_run(cache_dir, output, best, loop=loop, optim=optim, **STOCHASTIC), runtime, **how
             )
 
     whole = tmp_path / "whole"
-    launch(whole, hooks=[Interruptions(whole, tmp_path / "killed")])
+    state = launch(whole, hooks=[Interruptions(whole, tmp_path / "killed")]).state
+    assert (state.best_step == 0) == (optim is GETTING_WORSE), "each case needs its best where it says"
     for step in interrupted:
         part = tmp_path / "killed" / str(step)
         torch.manual_seed(12345)  # a resumed run must not depend on the state it is started in
@@ -208,6 +211,18 @@ def test_logging_evaluating_and_saving_change_nothing_that_is_trained(tmp_path, 
     for content in contents[1:]:
         for part in ("trained", "optimizer", "ema", "tensors", "rng"):
             assert_same(content[part], contents[0][part], part)
+
+
+def test_an_evaluation_leaves_dropout_on(tmp_path, cache_dir, runtime) -> None:
+    """A model left in evaluation mode would train on without dropout."""
+    best = run_qat(qat_run(cache_dir, tmp_path / "student", loop={"max_steps": 1}), runtime).best
+    contents = []
+    for name, every in (("often", 1), ("seldom", 0)):
+        run = recovery_run(cache_dir, tmp_path / name, best, loop={"eval_every": every}, adapter=STOCHASTIC["adapter"])
+        run_recovery(run, runtime)
+        contents.append(load_checkpoint(tmp_path / name / "last.pt"))
+    for part in ("trained", "rng"):
+        assert_same(contents[0][part], contents[1][part], part)
 
 
 def test_streaming_and_preloading_train_the_same(tmp_path, cache_dir, runtime) -> None:

@@ -54,7 +54,9 @@ def test_readers_see_the_old_content_until_the_file_is_whole(tmp_path) -> None:
         assert path.read_bytes() == b"old"
         stream.write(b"two")
 
-    write_atomically(path, write)
+    with path.open("rb") as reader:
+        write_atomically(path, write)
+        assert reader.read() == b"old", "a reader that has opened the file goes on in the old one"
     assert path.read_bytes() == b"one and two"
     assert names_below(tmp_path) == ["made", "made/file"]
 

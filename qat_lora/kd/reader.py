@@ -53,7 +53,7 @@ class KDCacheDataset(Dataset[Batch]):
         preload: read all rows into memory now, checking every sha256; else rows are read when needed.
         seed: of the row order.
         split: ``all`` rows, or one side of a split by the content of the row.
-        eval_fraction: about which part of the rows ``eval`` gets; the rest is ``train``.
+        eval_fraction: about which part of the rows ``eval`` gets, one row at least; the rest is ``train``.
     """
 
     def __init__(
@@ -197,7 +197,10 @@ class KDCacheDataset(Dataset[Batch]):
             )
         if split == "all" or (split == "train" and eval_fraction == 0.0):
             return rows
-        is_eval = row_fractions(self._source, self.manifest.rows) < eval_fraction
+        fractions = row_fractions(self._source, self.manifest.rows)
+        is_eval = fractions < eval_fraction
+        if eval_fraction:  # a small cache may have no row below: it holds out the lowest
+            is_eval[fractions.argmin()] = True
         chosen = rows[is_eval if split == "eval" else ~is_eval]
         if len(chosen) == 0:
             raise CacheError(

@@ -144,7 +144,8 @@ def remove_run(folder: Path, runtime: Runtime) -> None:
 
 def numbered(folder: Path) -> list[Path]:
     """The numbered checkpoints of a run, oldest first."""
-    return sorted(folder.glob("step-*.pt"), key=lambda path: int(path.stem.removeprefix("step-")))
+    found = {path: path.stem.removeprefix("step-") for path in folder.glob("step-*.pt")}
+    return sorted((path for path, number in found.items() if number.isdecimal()), key=lambda path: int(found[path]))
 
 
 def save_numbered(content: dict[str, Any], folder: Path, step: int, keep_last: int, runtime: Runtime) -> None:

@@ -170,9 +170,16 @@ def test_the_train_stream_never_shows_a_held_out_row(tmp_path):
     assert len(seen) == len(train) == 20 - len(held_out)
 
 
+def test_a_small_cache_holds_out_one_row_at_least(cache):
+    held_out = KDCacheDataset(cache, split="eval", eval_fraction=1e-9)
+    train = KDCacheDataset(cache, split="train", eval_fraction=1e-9)
+    assert (len(held_out), len(train)) == (1, 6)
+    larger = KDCacheDataset(cache, split="eval", eval_fraction=0.9)
+    ids = [row["input_ids"].tolist() for row in (larger[i] for i in range(len(larger)))]
+    assert held_out[0]["input_ids"].tolist() in ids
+
+
 def test_an_empty_split_is_one_clear_error(cache):
-    with pytest.raises(CacheError, match="eval split .* empty with eval_fraction=1e-09 of 7 rows"):
-        KDCacheDataset(cache, split="eval", eval_fraction=1e-9)
     with pytest.raises(CacheError, match="eval split .* empty with eval_fraction=0.0"):
         KDCacheDataset(cache, split="eval")
     with pytest.raises(CacheError, match="train split .* empty"):

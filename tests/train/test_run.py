@@ -66,6 +66,8 @@ def test_only_what_is_named_is_trained(train, preset, moves, tmp_path, cache_dir
     before, after = start.state_dict(), result.state.model.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and {name.split("_proj.")[-1] for name in changed} == moves
+    asking = {name for name, p in result.state.model.named_parameters() if p.requires_grad}
+    assert asking == set(result.state.trained), "a gradient that nobody uses costs time and memory"
 
 
 def test_naming_only_what_a_scheme_lacks_is_refused(teacher_dir) -> None:
