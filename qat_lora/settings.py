@@ -11,7 +11,7 @@ import json
 import math
 import typing
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from qat_lora.errors import ConfigError, did_you_mean
 
@@ -56,15 +56,22 @@ def check_range(
             )
 
 
-def leaves(config_class: type, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
-    """Map the dotted path of every leaf field, e.g. ``loop.batch_size``, to its dataclass field."""
+class Leaf(NamedTuple):
+    """One setting: its dataclass field and its type."""
+
+    field: dataclasses.Field[Any]
+    hint: Any
+
+
+def leaves(config_class: type, prefix: str = "") -> dict[str, Leaf]:
+    """Map the dotted path of every leaf field, e.g. ``loop.batch_size``, to its field and type."""
     hints = get_type_hints(config_class)
-    found: dict[str, dataclasses.Field[Any]] = {}
+    found: dict[str, Leaf] = {}
     for f in dataclasses.fields(config_class):
         if dataclasses.is_dataclass(hints[f.name]):
             found |= leaves(typing.cast(type, hints[f.name]), f"{prefix}{f.name}.")
         else:
-            found[prefix + f.name] = f
+            found[prefix + f.name] = Leaf(f, hints[f.name])
     return found
 
 

@@ -34,8 +34,8 @@ def test_a_leafs_name_is_unique_so_that_a_flag_means_one_thing(run_class) -> Non
 
 @pytest.mark.parametrize("run_class", RUNS.values())
 def test_every_setting_says_what_it_is(run_class) -> None:
-    for path, field in leaves(run_class).items():
-        assert path.startswith("scheme.") or field.metadata.get("help"), path
+    for path, leaf in leaves(run_class).items():
+        assert path.startswith("scheme.") or leaf.field.metadata.get("help"), path
 
 
 @pytest.mark.parametrize("name", presets.SCHEMES)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin
 
 from qat_lora import presets
 from qat_lora.config import AnyRun, QatRun
@@ -38,9 +38,8 @@ class Parser(argparse.ArgumentParser):
 
 def add_flags(parser: argparse.ArgumentParser, run_class: type) -> None:
     """Add a flag for every leaf of the run, and those of the launch where it trains."""
-    hints = _leaf_hints(run_class)
-    defaults = run_class()
-    for path, field in leaves(run_class).items():
+    found, defaults = leaves(run_class), run_class()
+    for path, (field, hint) in found.items():
         if path.startswith("scheme."):
             continue
         names = [f"--{field.name.replace('_', '-')}", *field.metadata.get("flags", ())]
@@ -49,16 +48,15 @@ def add_flags(parser: argparse.ArgumentParser, run_class: type) -> None:
             "default": None,
             "help": f"{field.metadata.get('help', '')} [{_shown(defaults, path)}]".replace("%", "%%"),
         }
-        if hints[path] is bool:
+        if hint is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options["metavar"] = _metavar(hints[path], field.name)
+            options["metavar"] = _metavar(hint, field.name)
         parser.add_argument(*dict.fromkeys(names), **options)
-    if "place.device" in hints:
-        parser.add_argument(
-            "--tpu", dest="place.device", action="store_const", const="tpu", help="short for --device tpu"
-        )
-    if "loop.max_steps" in hints:
+    if "place.device" in found:
+        text = "short for --device tpu"
+        parser.add_argument("--tpu", dest="place.device", action="store_const", const="tpu", help=text)
+    if "loop.max_steps" in found:
         for name, text in _LAUNCH_FLAGS.items():
             parser.add_argument(f"--{name.replace('_', '-')}", dest=name, action="store_true", help=text)
     parser.add_argument(
@@ -114,16 +112,6 @@ def _preset_given(given: dict[str, Any]) -> str:
     """The preset named by --set or by its flag; empty where neither does."""
     by_set = [a.partition("=")[2] for a in given["set"] if a.startswith("preset=")]
     return by_set[-1] if by_set else str(given.get("preset") or "")
-
-
-def _leaf_hints(config_class: Any, prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, hint in get_type_hints(config_class).items():
-        if hasattr(hint, "__dataclass_fields__"):
-            found |= _leaf_hints(hint, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = hint
-    return found
 
 
 def _shown(config: Any, path: str) -> str:

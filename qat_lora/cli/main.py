@@ -6,6 +6,7 @@ A user's mistake is one line and exit code 2.
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import sys
 from collections.abc import Callable
@@ -16,6 +17,9 @@ from qat_lora import __version__
 from qat_lora.cli.flags import Parser, add_flags, launch_of, run_from
 from qat_lora.config import CacheRun, EvalRun, ExportRun, QatRun, RecoveryRun
 from qat_lora.errors import QatLoraError
+
+# What the world does to a running program, as against a file that we forgot to look for.
+_OUTSIDE = (errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.EIO)
 
 RUNS: dict[str, type] = {r.command: r for r in (CacheRun, QatRun, RecoveryRun, EvalRun, ExportRun)}
 
@@ -30,6 +34,14 @@ def main(argv: list[str] | None = None) -> int:
         return int(_COMMANDS[args.command](args) or 0)
     except QatLoraError as error:
         print(f"qat-lora: error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in _OUTSIDE:
+            raise
+        print(
+            f"qat-lora: error: {error.filename or 'writing'}: {error.strerror}; free space or give another --output",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         print("qat-lora: interrupted; run the command again to go on (qat and recover: with --resume)", file=sys.stderr)

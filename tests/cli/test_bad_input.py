@@ -351,3 +351,22 @@ def test_an_output_that_is_a_folder(refused, tmp_path, teacher_dir) -> None:
 
 def test_a_temperature_that_is_no_number(refused, tmp_path, teacher_dir) -> None:
     refused("cache", "--teacher", teacher_dir, "--temperatures", "inf", "--output", tmp_path / "c", names=("inf",))
+
+
+def test_a_disk_that_fills_up_while_exporting(refused, tmp_path, student, monkeypatch) -> None:
+    from qat_lora import models
+
+    def full(model, tokenizer, folder) -> None:
+        folder.mkdir(parents=True)
+        (folder / "half").write_text("half")
+        raise OSError(28, "No space left on device", str(folder / "model.safetensors"))
+
+    monkeypatch.setattr(models, "save_pretrained", full)
+    refused(
+        "export",
+        "--checkpoint",
+        student,
+        "--output",
+        tmp_path / "e",
+        names=("model.safetensors", "No space", "--output"),
+    )
