@@ -10,155 +10,77 @@ from pathlib import Path
 import pytest
 
 from qat_lora.cli.main import main
-from qat_lora.kd import KDCacheDataset
 
 ROOT = Path(__file__).parents[2]
 
 
-def run(*argv: object) -> None:
-    assert main([str(a) for a in argv]) == 0
+CPU = "--device cpu --quiet"
+
+
+def run(command: str) -> None:
+    """Run a command as typed; it must succeed."""
+    assert main(command.split()) == 0
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text())[0]
 
 
 def test_the_five_steps(tmp_path, teacher_dir, text_file, capsys) -> None:
-    cpu = ("--device", "cpu", "--quiet")
+    at, text = tmp_path, f"--data {text_file} --seq-len 24"
+    run(f"cache --teacher {teacher_dir} {text} --top-k 16 --output {at}/cache {CPU}")
+    run(f"qat --cache-dir {at}/cache --output {at}/qat --max-steps 4 --batch-size 4 {CPU}")
     run(
-        "cache",
-        "--teacher",
-        teacher_dir,
-        "--data",
-        text_file,
-        "--seq-len",
-        24,
-        "--top-k",
-        16,
-        "--output",
-        tmp_path / "c",
-        *cpu,
+        f"recover --cache-dir {at}/cache --checkpoint {at}/qat/best.pt --output {at}/rec --max-steps 4 --batch-size 4 {CPU}"
     )
-    run("qat", "--cache-dir", tmp_path / "c", "--output", tmp_path / "qat", "--max-steps", 4, "--batch-size", 4, *cpu)
-    run(
-        "recover",
-        "--cache-dir",
-        tmp_path / "c",
-        "--checkpoint",
-        tmp_path / "qat" / "best.pt",
-        "--output",
-        tmp_path / "rec",
-        "--max-steps",
-        4,
-        "--batch-size",
-        4,
-        *cpu,
-    )
-    run("export", "--checkpoint", tmp_path / "rec" / "best.pt", "--output", tmp_path / "export", "--quiet")
-    for source in (
-        ("--checkpoint", tmp_path / "rec" / "best.pt"),
-        ("--model", tmp_path / "export", "--adapter", tmp_path / "export" / "adapter", "--teacher", teacher_dir),
-    ):
-        run("eval", *source, "--data", text_file, "--seq-len", 24, "--output", tmp_path / f"{source[0][2:]}.json", *cpu)
+    run(f"export --checkpoint {at}/rec/best.pt --output {at}/export --quiet")
+    run(f"eval --checkpoint {at}/rec/best.pt {text} --output {at}/ours.json {CPU}")
+    plain = f"--model {at}/export --adapter {at}/export/adapter --teacher {teacher_dir}"
+    run(f"eval {plain} {text} --output {at}/theirs.json {CPU}")
     assert "equal to the student bit for bit" in capsys.readouterr().out
-    checkpoint, exported = (json.loads((tmp_path / f"{name}.json").read_text())[0] for name in ("checkpoint", "model"))
+    checkpoint, exported = read(at / "ours.json"), read(at / "theirs.json")
     for key in ("perplexity", "kl", "top1", "tokens"):
         assert checkpoint[key] == exported[key], key
     assert checkpoint["bits_per_weight"] < exported["bits_per_weight"]
 
 
-def test_a_stride_lowers_perplexity_and_counts_every_token(tmp_path, teacher_dir, text_file) -> None:
-    found = {}
+def test_a_stride_counts_every_token(tmp_path, teacher_dir, text_file) -> None:
     for stride in (0, 8):
-        output = tmp_path / f"{stride}.json"
-        run(
-            "eval",
-            "--model",
-            teacher_dir,
-            "--data",
-            text_file,
-            "--seq-len",
-            24,
-            "--stride",
-            stride,
-            "--output",
-            output,
-            "--device",
-            "cpu",
-            "--quiet",
-        )
-        found[stride] = json.loads(output.read_text())[0]
-    assert found[8]["tokens"] > found[0]["tokens"]
-    assert found[0]["kl"] is None and found[0]["top1"] is None, "no teacher was named"
+        text = f"--data {text_file} --seq-len 24 --stride {stride}"
+        run(f"eval --model {teacher_dir} {text} --output {tmp_path}/{stride}.json {CPU}")
+    whole, strided = read(tmp_path / "0.json"), read(tmp_path / "8.json")
+    assert strided["tokens"] > whole["tokens"]
+    assert whole["kl"] is None and whole["top1"] is None, "no teacher was named"
 
 
-def test_a_cache_is_not_built_twice_and_an_interrupted_one_goes_on(tmp_path, teacher_dir, text_file) -> None:
-    argv = (
-        "cache",
-        "--teacher",
-        teacher_dir,
-        "--data",
-        text_file,
-        "--seq-len",
-        24,
-        "--top-k",
-        4,
-        "--rows-per-shard",
-        16,
-        "--output",
-        tmp_path / "c",
-        "--device",
-        "cpu",
-        "--quiet",
-    )
-    run(*argv)
-    files = {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in (tmp_path / "c").iterdir()}
-    run(*argv)
-    assert {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in (tmp_path / "c").iterdir()} == files
-    assert main([str(a) for a in (*argv, "--top-k", 5)]) == 2
+def test_windows_are_bounded_in_either_protocol(tmp_path, teacher_dir, text_file) -> None:
+    for stride, tokens in ((0, 3 * 23), (8, 23 + 2 * 8)):
+        text = f"--data {text_file} --seq-len 24 --stride {stride} --max-rows 3"
+        run(f"eval --model {teacher_dir} {text} --output {tmp_path}/f.json {CPU}")
+        assert read(tmp_path / "f.json")["tokens"] == tokens
+
+
+def test_a_cache_is_not_built_twice_and_another_is_not_laid_over_it(tmp_path, teacher_dir, text_file) -> None:
+    def contents() -> dict[str, tuple[int, bytes]]:
+        return {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in (tmp_path / "c").iterdir()}
+
+    command = f"cache --teacher {teacher_dir} --data {text_file} --seq-len 24 --output {tmp_path}/c {CPU}"
+    run(f"{command} --top-k 4 --rows-per-shard 16")
+    before = contents()
+    run(f"{command} --top-k 4 --rows-per-shard 16")
+    assert contents() == before
+    assert main(f"{command} --top-k 5 --rows-per-shard 16".split()) == 2
+    assert contents() == before
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_every_step_runs_in_either_precision(dtype, tmp_path, teacher_dir, text_file) -> None:
-    place = ("--device", "cpu", "--dtype", dtype, "--quiet")
-    run(
-        "cache",
-        "--teacher",
-        teacher_dir,
-        "--data",
-        text_file,
-        "--seq-len",
-        24,
-        "--top-k",
-        16,
-        "--output",
-        tmp_path / "c",
-        *place,
-    )
-    run("qat", "--cache-dir", tmp_path / "c", "--output", tmp_path / "q", "--max-steps", 2, "--batch-size", 4, *place)
-    run(
-        "recover",
-        "--cache-dir",
-        tmp_path / "c",
-        "--checkpoint",
-        tmp_path / "q" / "best.pt",
-        "--output",
-        tmp_path / "r",
-        "--max-steps",
-        2,
-        "--batch-size",
-        4,
-        *place,
-    )
-    run(
-        "eval",
-        "--checkpoint",
-        tmp_path / "r" / "best.pt",
-        "--data",
-        text_file,
-        "--seq-len",
-        24,
-        "--output",
-        tmp_path / "f.json",
-        *place,
-    )
-    assert KDCacheDataset(tmp_path / "c").manifest.complete
+    at, text, place = tmp_path, f"--data {text_file} --seq-len 24", f"{CPU} --dtype {dtype}"
+    run(f"cache --teacher {teacher_dir} {text} --top-k 16 --output {at}/c {place}")
+    run(f"qat --cache-dir {at}/c --output {at}/q --max-steps 2 --batch-size 4 {place}")
+    run(f"recover --cache-dir {at}/c --checkpoint {at}/q/best.pt --output {at}/r --max-steps 2 --batch-size 4 {place}")
+    run(f"eval --checkpoint {at}/r/best.pt {text} --output {at}/f.json {place}")
+    assert 0 < read(at / "f.json")["kl"] < 5
 
 
 @pytest.mark.parametrize(
@@ -182,18 +104,7 @@ def test_the_scripts_are_the_commands(script, command) -> None:
 
 def test_the_demo_in_short(tmp_path, capsys) -> None:
     """Every stage, file and column of the demo; its numbers are judged by tests/test_bars.py."""
-    run(
-        "demo",
-        "--output",
-        tmp_path / "demo",
-        "--steps-factor",
-        0.02,
-        "--rows-factor",
-        0.02,
-        "--device",
-        "cpu",
-        "--quiet",
-    )
+    run(f"demo --output {tmp_path}/demo --steps-factor 0.02 --rows-factor 0.02 {CPU}")
     rows = json.loads((tmp_path / "demo" / "fidelity.json").read_text())
     assert [row["stage"] for row in rows] == ["teacher", "rtn", "qat", "qat+lora", "exported (reloaded)"]
     teacher, rtn, qat, recovered, exported = rows
@@ -204,3 +115,4 @@ def test_the_demo_in_short(tmp_path, capsys) -> None:
     assert (tmp_path / "demo" / "report.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "fidelity.json" in printed and "exported" in printed
+    run(f"demo --output {tmp_path}/demo --steps-factor 0.01 --rows-factor 0.02 {CPU}")  # made anew
