@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -48,7 +47,9 @@ def is_xla_device(device: torch.device | str) -> bool:
 
 def xla_mark_step() -> None:
     """Cut torch_xla's lazy graph and start its execution; nothing where torch_xla is not in use."""
-    if (torch_xla := _loaded_torch_xla()) is not None:
+    torch_xla = sys.modules.get("torch_xla")
+    # other libraries import torch_xla merely because it is there; what counts is that a device was started
+    if torch_xla is not None and torch_xla._XLAC._xla_runtime_is_initialized():
         torch_xla.sync()
 
 
@@ -92,7 +93,3 @@ def enable_transparent_hugepages() -> bool:
         log.warning("transparent hugepages are off; as root run: sh -c 'echo always > %s'", _HUGEPAGES)
         return False
     return True
-
-
-def _loaded_torch_xla() -> Any:
-    return sys.modules.get("torch_xla")

@@ -34,7 +34,7 @@ _FREE_ON_RESUME = (
     *("output", "place", "model", "cache_dir", "checkpoint", "preset", "preload"),
     *("max_steps", "log_every", "eval_every", "save_every", "keep_last"),
 )
-_PACKAGES = ("torch", "transformers", "peft", "safetensors")
+_PACKAGES = ("transformers", "peft", "safetensors")
 
 
 def student_checkpoint(
@@ -185,7 +185,7 @@ def _same_file(path: Path, name: Path) -> None:
 def versions() -> dict[str, str]:
     """Versions of the libraries that a result depends on."""
     found = {"qat_lora": importlib.metadata.version("qat_lora")}
-    return found | {name: importlib.metadata.version(name) for name in _PACKAGES}
+    return found | {"torch": str(torch.__version__)} | {name: importlib.metadata.version(name) for name in _PACKAGES}
 
 
 def git_commit() -> str:

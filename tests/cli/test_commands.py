@@ -30,9 +30,8 @@ def test_the_five_steps(tmp_path, teacher_dir, text_file, capsys) -> None:
     at, text = tmp_path, f"--data {text_file} --seq-len 24"
     run(f"cache --teacher {teacher_dir} {text} --top-k 16 --output {at}/cache {CPU}")
     run(f"qat --cache-dir {at}/cache --output {at}/qat --max-steps 4 --batch-size 4 {CPU}")
-    run(
-        f"recover --cache-dir {at}/cache --checkpoint {at}/qat/best.pt --output {at}/rec --max-steps 4 --batch-size 4 {CPU}"
-    )
+    start = f"--checkpoint {at}/qat/best.pt"
+    run(f"recover --cache-dir {at}/cache {start} --output {at}/rec --max-steps 4 --batch-size 4 {CPU}")
     run(f"export --checkpoint {at}/rec/best.pt --output {at}/export --quiet")
     run(f"eval --checkpoint {at}/rec/best.pt {text} --output {at}/ours.json {CPU}")
     plain = f"--model {at}/export --adapter {at}/export/adapter --teacher {teacher_dir}"
@@ -78,7 +77,8 @@ def test_every_step_runs_in_either_precision(dtype, tmp_path, teacher_dir, text_
     at, text, place = tmp_path, f"--data {text_file} --seq-len 24", f"{CPU} --dtype {dtype}"
     run(f"cache --teacher {teacher_dir} {text} --top-k 16 --output {at}/c {place}")
     run(f"qat --cache-dir {at}/c --output {at}/q --max-steps 2 --batch-size 4 {place}")
-    run(f"recover --cache-dir {at}/c --checkpoint {at}/q/best.pt --output {at}/r --max-steps 2 --batch-size 4 {place}")
+    start = f"--checkpoint {at}/q/best.pt"
+    run(f"recover --cache-dir {at}/c {start} --output {at}/r --max-steps 2 --batch-size 4 {place}")
     run(f"eval --checkpoint {at}/r/best.pt {text} --output {at}/f.json {place}")
     assert 0 < read(at / "f.json")["kl"] < 5
 
