@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         args, unknown = _parser().parse_known_args(argv)
         if unknown:
             args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        _start_logging(quiet=args.quiet)
+        _start_logging(quiet=args.quiet or args.command == "demo")  # its bars say enough
         return int(_COMMANDS[args.command](args) or 0)
     except QatLoraError as error:
         print(f"qat-lora: error: {error}", file=sys.stderr)

@@ -24,6 +24,7 @@ def write_report(path: Path, stages: Sequence[Fidelity], curves: Mapping[str, Ro
     bars = top1_axes.bar(names, [100 * (row.top1 or 0.0) for row in stages], color="tab:blue")
     top1_axes.bar_label(bars, [f"{row.top1:.1%}" for row in stages])
     top1_axes.set(title="top-1 agreement with the teacher", ylabel="%", ylim=(0, 110))
+    kl_axes.margins(y=0.12)  # room for the numbers above the bars
     for axes in (kl_axes, top1_axes):
         axes.tick_params(axis="x", labelsize=7)
     write_png(figure, path)
