@@ -90,17 +90,23 @@ def save(model: PeftModel, folder: Path, *, base_name: str) -> None:
 def load(model: nn.Module, folder: Path) -> PeftModel:
     """Load adapters in peft's format on top of a model, as plain peft does; raises CheckpointError where none are."""
     from peft import PeftModel
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
 
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} holds no {name}; give a folder in peft's format.")
     try:
-        with _rename_notice_ignored():
-            return PeftModel.from_pretrained(model, str(folder))
+        with safe_open(folder / "adapter_model.safetensors", framework="pt") as stored:
+            held = set(stored.keys())
+        with _rename_notice_ignored(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*missing adapter keys.*")  # said below, as an error
+            adapted = PeftModel.from_pretrained(model, str(folder))
     except (SafetensorError, ValueError, TypeError, KeyError, OSError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
         raise CheckpointError(f"adapters cannot be read from {folder} ({reason}); export them again.") from None
+    if odd := sorted(held ^ adapter_tensors(adapted).keys()):
+        raise CheckpointError(f"adapters in {folder} do not fill their own placement ({odd[0]!r}); export them again.")
+    return adapted
 
 
 def merged(model: PeftModel) -> nn.Module:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -15,15 +16,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
-from qat_lora.errors import ModelError
+from qat_lora.errors import ModelError, OutputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
+
 EMBEDDED = "embedded"
 
+# What transformers raises at files that it cannot make sense of.
+_UNREADABLE = (
+    *(OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError),
+    StrictDataclassError,
+)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _ATTENTION_WORDS = ("attn", "attention")
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # a mixture's choice of experts is small and must stay exact
@@ -81,7 +90,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         )
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except _UNREADABLE as error:
         raise ModelError(
             f"no tokenizer can be read in {folder} ({_first_line(error)}); add its tokenizer files."
         ) from None
@@ -195,8 +204,15 @@ def target_linears(model: nn.Module) -> dict[str, str]:
 
 def save_pretrained(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     """Write an ordinary transformers folder: config, safetensors, tokenizer."""
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    from safetensors import SafetensorError
+
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except SafetensorError as error:  # how safetensors says that the disk is full
+        raise OutputError(
+            f"{folder} cannot be written ({_first_line(error)}); free space or give another --output."
+        ) from None
 
 
 def _block_linears(model: nn.Module) -> Iterator[tuple[str, str, nn.Linear]]:
@@ -221,18 +237,20 @@ def _role(parts: Sequence[str]) -> str | None:
 def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()  # a model that loads in seconds needs no bar of its own
+    disable_progress_bar()  # a model that loads in seconds needs no bar of its own
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
+    except (*_UNREADABLE, SafetensorError) as error:
         raise ModelError(
             f"no causal LM can be read in {folder} ({_first_line(error)}); check config.json and the weights, "
             "or download the model again."
         ) from None
+    if layers := sorted(key for key in info["unexpected_keys"] if _role(key.split(".")) and key.endswith(".weight")):
+        log.warning("%s holds weights that its config does not use, %s among them", folder, layers[0])
     if info["missing_keys"]:  # transformers would go on with random values
         missing = sorted(info["missing_keys"])
         raise ModelError(f"{folder} lacks {len(missing)} weights, {missing[0]} among them; download the model again.")

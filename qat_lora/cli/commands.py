@@ -155,6 +155,8 @@ def export(run: ExportRun) -> Path:
         raise ConfigError("export needs a student, but checkpoint is empty; give --checkpoint runs/recovery/best.pt.")
     if run.output.exists() and any(run.output.iterdir() if run.output.is_dir() else [run.output]):
         raise OutputError(f"{run.output} exists and is not empty; give a new --output.")
+    if run.output.resolve() == Path.cwd():
+        raise OutputError(f"--output {run.output} is the current folder; give the name of a new one.")
     check_writable(run.output.parent)
     content = load_checkpoint(Path(run.checkpoint))
     loaded = models.load(run.model or content["identity"]["name"])

@@ -28,6 +28,8 @@ from qat_lora.train.run import RunResult
 from qat_lora.train.student import load_student, round_to_nearest
 
 MARKER = "demo.json"  # says that a folder is a demo's, to be made anew
+OWN_FOLDERS = ("cache", "qat", "recovery", "export")
+OWN_FILES = ("fidelity.json", "report.png", MARKER)
 SEQ_LEN = 128
 CACHE_ROWS = 4096
 EVAL_ROWS = 128
@@ -63,11 +65,13 @@ def demo(
 
 
 def _clear(output: Path) -> None:
-    """Remove an earlier demo, and nothing else."""
-    if output.exists() and any(output.iterdir()):
-        if not (output / MARKER).is_file():
-            raise OutputError(f"{output} holds something that is no demo; give another --output.")
-        shutil.rmtree(output)
+    """Remove what an earlier demo wrote, and nothing else."""
+    if output.exists() and any(output.iterdir()) and not (output / MARKER).is_file():
+        raise OutputError(f"{output} holds something that is no demo; give another --output.")
+    for name in OWN_FOLDERS:
+        shutil.rmtree(output / name, ignore_errors=True)
+    for name in OWN_FILES:
+        (output / name).unlink(missing_ok=True)
 
 
 def _cache_run(output: Path, place: PlaceConfig, rows_factor: float) -> CacheRun:

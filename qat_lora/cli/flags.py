@@ -110,7 +110,8 @@ def _preset_name(given: dict[str, Any], run: QatRun) -> str:
 
 def _preset_given(given: dict[str, Any]) -> str:
     """The preset named by --set or by its flag; empty where neither does."""
-    by_set = [a.partition("=")[2] for a in given["set"] if a.startswith("preset=")]
+    pairs = [[part.strip() for part in assignment.split("=", 1)] for assignment in given["set"]]
+    by_set = [pair[1] for pair in pairs if pair[0] == "preset" and len(pair) > 1]
     return by_set[-1] if by_set else str(given.get("preset") or "")
 
 

@@ -134,6 +134,13 @@ def check_same_run(content: dict[str, Any], run: QatRun | RecoveryRun, manifest:
             )
 
 
+def leftovers(folder: Path) -> list[Path]:
+    """Students in a folder that a new run would replace: numbered checkpoints, and a best.pt that has been trained."""
+    best = folder / "best.pt"
+    trained = best.exists() and load_checkpoint(best)["metrics"]["step"] > 0  # the start is made again at no cost
+    return [*([best] if trained else []), *numbered(folder)]
+
+
 def remove_run(folder: Path, runtime: Runtime) -> None:
     """Remove what an earlier run left in a folder, so that nothing of it is taken for the new one's."""
     if runtime.rank == 0:

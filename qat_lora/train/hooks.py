@@ -192,10 +192,10 @@ class SpeedHook:
         launch_tokens = self._tokens * runtime.world_size
         return {
             "steps": state.step,
-            "tokens": launch_tokens // self._steps * state.step,
+            "tokens": launch_tokens // max(1, self._steps) * state.step,
             "launch_steps": self._steps,
-            "seconds_per_step": self._seconds / self._steps,
-            "tokens_per_second": launch_tokens / self._seconds,
+            "seconds_per_step": self._seconds / max(1, self._steps),
+            "tokens_per_second": launch_tokens / max(1e-9, self._seconds),
             "peak_bytes": runtime.memory().peak_bytes,
             "first_kl": state.first_kl,
             "best_kl": state.best_kl,

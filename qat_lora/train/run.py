@@ -30,6 +30,7 @@ from qat_lora.train.checkpoint import (
     check_identity,
     check_same_run,
     git_commit,
+    leftovers,
     load_checkpoint,
     load_tensors,
     remove_run,
@@ -86,9 +87,10 @@ def run_qat(run: QatRun, runtime: Runtime, *, launch: Launch = "new", hooks: Seq
     """Train a quantised student against a cache; what does not fit raises a QatLoraError before the first step."""
     if run.checkpoint and launch == "from_scratch":
         raise ConfigError(f"--from-scratch contradicts --checkpoint {run.checkpoint}; drop one of them.")
-    start = load_checkpoint(Path(run.checkpoint), kind=QatRun.command) if run.checkpoint else None
     inputs = _open(run, runtime, launch)
-    model, start = inputs.loaded.model, inputs.resumed or start
+    model, start = inputs.loaded.model, inputs.resumed
+    if start is None and run.checkpoint:
+        start = load_checkpoint(Path(run.checkpoint), kind=QatRun.command)
     if start is None:
         round_to_nearest(model, run.scheme)
     else:
@@ -138,6 +140,13 @@ def _open(run: QatRun | RecoveryRun, runtime: Runtime, launch: Launch) -> _Input
             f"{run.output} holds a run already; go on with --resume, start anew with --from-scratch, "
             "or give another --output."
         )
+    if launch != "from_scratch" and not last.exists() and leftovers(run.output):
+        raise ConfigError(
+            f"{run.output} holds {leftovers(run.output)[0].name} of an unfinished run, but no last.pt to go on from; "
+            "replace it with --from-scratch, or give another --output."
+        )
+    if run.output.resolve() == run.cache_dir.resolve():
+        raise ConfigError(f"--output {run.output} is the cache's own folder; give another --output.")
     if run.checkpoint and Path(run.checkpoint).resolve().parent == run.output.resolve():
         raise ConfigError(
             f"--checkpoint {run.checkpoint} lies in --output, where it would be replaced; give another --output."
@@ -176,10 +185,11 @@ def _fit(
         restore(state, inputs.resumed, run.output / "last.pt")
         log.info("resuming %s at step %d", run.output, state.step)
     losses, speed = LossLog(run.output / "loss.csv"), SpeedHook()
-    if state.step >= run.loop.max_steps:
+    best = run.output / "best.pt"
+    if state.step >= run.loop.max_steps and state.evaluated_step == state.step and best.exists():
         losses.open_at(state.step)
         log.warning("%s is at step %d of %d already: nothing to do", run.output, state.step, run.loop.max_steps)
-        return RunResult(run.output / "best.pt", losses, state)
+        return RunResult(best, losses, state)
     manifest = inputs.dataset.manifest
     objective = KDObjective(run.kd, manifest, runtime, total_steps=run.loop.max_steps, anchor=anchor)
     hooks = [*_hooks(run, runtime, inputs, stage, losses), speed, *extra_hooks]
@@ -190,7 +200,7 @@ def _fit(
     if runtime.rank == 0:
         write_json(run.output / "summary.json", speed.summary(state, runtime))
         write_loss_png(run.output / "loss.png", losses.rows, title=f"{run.command} ({run.output.name})")
-    return RunResult(run.output / "best.pt", losses, state)
+    return RunResult(best, losses, state)
 
 
 def _anchor(run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, model: nn.Module) -> Anchor | None:

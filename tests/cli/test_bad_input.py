@@ -370,3 +370,45 @@ def test_a_disk_that_fills_up_while_exporting(refused, tmp_path, student, monkey
         tmp_path / "e",
         names=("model.safetensors", "No space", "--output"),
     )
+
+
+def test_a_run_without_last_pt_is_not_wiped(refused, tmp_path, cache_dir, student) -> None:
+    run = own_run(student, tmp_path)
+    (run / "last.pt").unlink()
+    for extra in ((), ("--resume",)):
+        refused("qat", "--cache-dir", cache_dir, "--output", run, *extra, names=("best.pt", "--from-scratch"))
+
+
+def test_a_run_in_the_caches_own_folder(refused, tmp_path, cache_dir) -> None:
+    shutil.copytree(cache_dir, tmp_path / "c")
+    refused("qat", "--cache-dir", tmp_path / "c", "--output", tmp_path / "c", names=("cache's own folder",))
+
+
+def test_adapters_that_lack_a_layer(refused, tmp_path, cache_dir, teacher_dir, text_file, student) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from qat_lora.runtime import LocalRuntime
+    from qat_lora.train.run import run_recovery
+    from tests.conftest import recovery_run
+
+    best = run_recovery(
+        recovery_run(cache_dir, tmp_path / "rec", student, loop={"max_steps": 1}), LocalRuntime("cpu")
+    ).best
+    assert main(["export", "--checkpoint", str(best), "--output", str(tmp_path / "export"), "--quiet"]) == 0
+    path = tmp_path / "export" / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file({k: v for k, v in tensors.items() if "layers.1" not in k}, path)
+    refused("eval", "--model", tmp_path / "export", "--adapter", path.parent, "--data", text_file, "--seq-len", 24,
+            "--output", tmp_path / "f.json", names=("layers.1", "placement"))  # fmt: skip
+
+
+@pytest.mark.parametrize("config", ['{"model_type": "qwen3", "hidden_size": "abc"}', "[]"])
+def test_a_damaged_config(refused, tmp_path, teacher_dir, config) -> None:
+    shutil.copytree(teacher_dir, tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(config)
+    refused("eval", "--model", tmp_path / "model", "--output", tmp_path / "f", names=("model",))
+
+
+def test_an_export_over_the_current_folder(refused, tmp_path, student, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused("export", "--checkpoint", student, "--output", ".", names=("current folder",))

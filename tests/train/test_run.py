@@ -176,3 +176,15 @@ def test_an_anchor_holds_the_model_near_its_start(tmp_path, cache_dir, runtime) 
             with result.state.model.disable_adapter():
                 moved.append((after - result.state.model(input_ids=ids).logits).pow(2).mean().item())
     assert moved[1] < 0.5 * moved[0]
+
+
+def test_a_run_killed_before_its_last_evaluation_is_finished_by_resuming(tmp_path, cache_dir, runtime) -> None:
+    run = qat_run(cache_dir, tmp_path / "qat", loop={"eval_every": 0, "save_every": 3})
+    whole = run_qat(run, runtime)
+    path = tmp_path / "qat" / "step-000003.pt"
+    shutil.copyfile(path, tmp_path / "qat" / "last.pt")
+    short = replace(run, loop=replace(run.loop, max_steps=3))  # at its end, and not evaluated there
+    result = run_qat(short, runtime, launch="resume")
+    assert (result.state.evaluated_step, result.state.step) == (3, 3)
+    assert load_checkpoint(result.best)["metrics"]["step"] == result.state.best_step
+    assert whole.state.evaluated_step == 6
