@@ -140,9 +140,9 @@ def _open(run: QatRun | RecoveryRun, runtime: Runtime, launch: Launch) -> _Input
             f"{run.output} holds a run already; go on with --resume, start anew with --from-scratch, "
             "or give another --output."
         )
-    if launch != "from_scratch" and not last.exists() and leftovers(run.output):
+    if launch != "from_scratch" and not last.exists() and (found := leftovers(run.output)):
         raise ConfigError(
-            f"{run.output} holds {leftovers(run.output)[0].name} of an unfinished run, but no last.pt to go on from; "
+            f"{run.output} holds {found[0].name} of an unfinished run, but no last.pt to go on from; "
             "replace it with --from-scratch, or give another --output."
         )
     if run.output.resolve() == run.cache_dir.resolve():
