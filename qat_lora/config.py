@@ -25,6 +25,9 @@ Dtype = Literal["auto", "fp32", "bf16"]
 Support = Literal["full", "candidates"]
 Anneal = Literal["none", "linear", "cosine"]
 Trainable = Literal["weights", "scales", "luts"]
+Sync = Literal["phase", "step", "optimizer"]
+Checkpointing = Literal["auto", "on", "off"]
+MemDebug = Literal["off", "basic", "tensors", "metrics", "hlo"]
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,29 @@ class PlaceConfig:
 
 
 @dataclass(frozen=True)
+class ExecutionConfig:
+    """How a training step runs on its device. Nothing here changes what is computed, but `tpu_autoscale`."""
+
+    sync: Sync = setting(
+        "phase",
+        "where XLA's lazy graph is cut: after every phase of the step, once per micro-batch, or once per optimizer step",
+    )
+    gradient_checkpointing: Checkpointing = setting(
+        "auto", "recompute each layer in backward instead of keeping its activations; auto: where they would not fit"
+    )
+    scan_layers: bool = setting(False, "XLA: trace and compile one decoder layer and loop over it")
+    max_recompiles: int = setting(
+        -1, "XLA: stop when more graphs than this are compiled after the first step; -1 only warns"
+    )
+    mem_debug: MemDebug = setting("off", "write memory.jsonl into the run's folder, in that much detail")
+    tpu_autoscale: bool = setting(False, "XLA: double --batch-size and raise --lr by 1.2")
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_range(self, "max_recompiles", at_least=-1)
+
+
+@dataclass(frozen=True)
 class CacheRun:
     """`qat-lora cache`: the teacher's predictions on a text, written once."""
 
@@ -213,6 +239,7 @@ class QatRun:
     kd: KDConfig = KDConfig()
     optim: OptimConfig = OptimConfig()
     loop: LoopConfig = LoopConfig()
+    execution: ExecutionConfig = ExecutionConfig()
     place: PlaceConfig = PlaceConfig()
 
     def __post_init__(self) -> None:
@@ -256,6 +283,7 @@ class RecoveryRun:
     kd: KDConfig = KDConfig()
     optim: OptimConfig = OptimConfig(lr=3e-3)
     loop: LoopConfig = LoopConfig(max_steps=200)
+    execution: ExecutionConfig = ExecutionConfig()
     place: PlaceConfig = PlaceConfig()
 
 

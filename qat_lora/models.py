@@ -19,6 +19,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
+from qat_lora.attention import causal_attention
 from qat_lora.errors import ModelError, OutputError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
+_CHUNKED = "qat_lora_chunked"  # the name that transformers knows our attention by
 
 # What transformers raises at files that it cannot make sense of.
 _UNREADABLE = (
@@ -72,12 +74,12 @@ def resolve(name: str) -> Path:
 
 
 def load(name: str, *, dtype: torch.dtype = torch.float32) -> Loaded:
-    """Load a causal LM and its tokenizer on the CPU, in evaluation mode, with attention that needs no mask."""
+    """Load a causal LM and its tokenizer on the CPU: frozen, in evaluation mode, with attention that needs no mask."""
     folder = resolve(name)
     tokenizer = load_tokenizer(folder)
     model = _load_model(folder, dtype)
     identity = Identity(name, weights_digest(folder), tokenizer_digest(tokenizer), model.config.vocab_size)
-    return Loaded(model.eval(), tokenizer, identity, _stored_bits(folder))
+    return Loaded(model.eval().requires_grad_(False), tokenizer, identity, _stored_bits(folder))
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -133,6 +135,43 @@ def trunk_hidden(model: nn.Module, input_ids_BT: Tensor) -> Tensor:
     """
     trunk = causal_lm(model).base_model
     return trunk(input_ids=input_ids_BT, use_cache=False).last_hidden_state
+
+
+def use_chunked_attention(model: nn.Module) -> None:
+    """Replace torch's attention by `qat_lora.attention`; raises ModelError where a model's own does more than that.
+
+    It has no mask, so transformers builds none. In doing so it would look whether rows are packed, a host read in every
+    forward, which on XLA cuts the graph in the middle.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_CHUNKED, _chunked_attention)
+    lm = causal_lm(model)
+    lm.set_attn_implementation(_CHUNKED)
+    if lm.config.get_text_config()._attn_implementation != _CHUNKED:
+        raise ModelError(f"{type(lm).__name__} does not let its attention be replaced, which XLA needs; use --device.")
+
+
+def _chunked_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
+) -> tuple[Tensor, None]:
+    """Transformers' interface: [B, heads, T, D] in, [B, T, heads, D] out."""
+    odd = [name for name in ("softcap", "s_aux", "position_bias") if settings.get(name) is not None]
+    if odd or settings.get("dropout") or attention_mask is not None or not getattr(module, "is_causal", True):
+        what = odd[0] if odd else "dropout, a mask or no causality"
+        raise ModelError(f"{type(module).__name__} computes attention with {what}, which is not known on XLA.")
+    scaling = settings.get("scaling") or query.shape[-1] ** -0.5
+    window = settings.get("sliding_window")
+    return causal_attention(query, key, value, scaling=scaling, window=window).transpose(1, 2), None
+
+
+def checkpoint_layers(model: nn.Module, checkpoint: Callable[..., Tensor]) -> None:
+    """Let `checkpoint` run every decoder layer in training: called with the layer's forward and its hidden states."""
+    lm = causal_lm(model)
+    if not lm.supports_gradient_checkpointing:
+        raise ModelError(f"{type(lm).__name__} has no gradient checkpointing; use --gradient-checkpointing off.")
+    lm._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=checkpoint)
+    lm.enable_input_require_grads()  # else a reentrant checkpoint of frozen inputs drops the gradients inside it
 
 
 def head_parts(model: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Callable[[Tensor], Tensor] | None]:

@@ -18,6 +18,7 @@ from qat_lora.evaluate import (
     Windows,
     hidden_and_head,
     measure,
+    placed,
     size_of,
     strided_windows,
     whole_windows,
@@ -62,7 +63,7 @@ def cache(run: CacheRun) -> CacheManifest:
         rows_per_shard=run.rows_per_shard,
     )
     writer = CacheWriter(run.output, manifest)
-    model = runtime.place(loaded.model)
+    model = placed(loaded.model, runtime)
 
     head = Head(*models.head_parts(model, runtime.precision.compute))
 
@@ -77,6 +78,7 @@ def cache(run: CacheRun) -> CacheManifest:
             writer,
             batch_size=run.build_batch_size,
             device=runtime.device,
+            mark_step=lambda: runtime.mark_step("cache"),
             progress=lambda done, total: update(done),
         )
 
@@ -84,13 +86,17 @@ def cache(run: CacheRun) -> CacheManifest:
 def qat(run: QatRun, *, launch: Launch = "new") -> RunResult:
     """Train the quantised student."""
     with bar("qat", total=run.loop.max_steps, unit_per_second="steps/s") as update:
-        return run_qat(run, runtime_for(run.place), launch=launch, hooks=[BarHook(update)])
+        return run_qat(run, _runtime(run), launch=launch, hooks=[BarHook(update)])
 
 
 def recover(run: RecoveryRun, *, launch: Launch = "new") -> RunResult:
     """Train recovery adapters on the frozen student."""
     with bar("recover", total=run.loop.max_steps, unit_per_second="steps/s") as update:
-        return run_recovery(run, runtime_for(run.place), launch=launch, hooks=[BarHook(update)])
+        return run_recovery(run, _runtime(run), launch=launch, hooks=[BarHook(update)])
+
+
+def _runtime(run: QatRun | RecoveryRun) -> Runtime:
+    return runtime_for(run.place, sync=run.execution.sync, folder=run.output)
 
 
 def evaluate(run: EvalRun) -> Fidelity:
@@ -111,9 +117,8 @@ def evaluate_model(
 ) -> Fidelity:
     """Measure a model in memory on the run's text."""
     windows = eval_windows(run, loaded)
-    runtime.place(student)
-    if teacher is not None:
-        runtime.place(teacher)
+    for model in (student,) if teacher is None else (student, teacher):
+        placed(model, runtime)
     done = 0
     with bar(f"eval {run.stage}", total=windows.input_ids_RT.shape[0]) as update:
 

@@ -56,6 +56,10 @@ def add_flags(parser: argparse.ArgumentParser, run_class: type) -> None:
     if "place.device" in found:
         text = "short for --device tpu"
         parser.add_argument("--tpu", dest="place.device", action="store_const", const="tpu", help=text)
+    if "execution.gradient_checkpointing" in found:
+        text = "short for --gradient-checkpointing off"
+        name = "execution.gradient_checkpointing"
+        parser.add_argument("--no-gradient-checkpointing", dest=name, action="store_const", const="off", help=text)
     if "loop.max_steps" in found:
         for name, text in _LAUNCH_FLAGS.items():
             parser.add_argument(f"--{name.replace('_', '-')}", dest=name, action="store_true", help=text)

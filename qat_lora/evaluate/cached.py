@@ -29,6 +29,7 @@ def cached_kl(
     was_training = model.training
     model.eval()
     total, count = torch.zeros((), device=runtime.device), torch.zeros((), device=runtime.device)
+    runtime.mark_step("evaluation")  # the sums are data from here on, so that the first batch is like the others
     for batch in runtime.wrap_loader(batches):
         target = targets(batch, 1.0, manifest)
         mask_S = position_mask(batch["length"], batch["input_ids"].shape[1]).flatten()
@@ -39,6 +40,6 @@ def cached_kl(
         hidden_SH, head = hidden_and_head(model, batch["input_ids"], runtime)
         total = total + chunked_head_loss(hidden_SH, head, chunk_kl, chunk_tokens=chunk_tokens)
         count = count + mask_S.sum()
-        runtime.mark_step()
+        runtime.mark_step("evaluation")
     model.train(was_training)
     return (runtime.all_reduce_sum(total) / runtime.all_reduce_sum(count).clamp(min=1)).item()

@@ -77,15 +77,24 @@ def measure(
         model.eval()
     total = torch.zeros(3, dtype=torch.float64)
     for begin in range(0, windows.input_ids_RT.shape[0], batch_size):
-        rows = slice(begin, begin + batch_size)
-        batch = runtime.to_device({"ids": windows.input_ids_RT[rows], "counted": windows.counted_RT[rows]})
+        batch = runtime.to_device(_full_batch(windows, begin, batch_size))
         total += _batch_sums(student, teacher, batch["ids"], batch["counted"], runtime)
-        on_batch(batch["ids"].shape[0])
+        on_batch(min(batch_size, windows.input_ids_RT.shape[0] - begin))
     for model, mode in zip(models_used, modes, strict=True):
         model.train(mode)
     nll, kl, same = (total / tokens).tolist()
     perplexity = math.exp(min(nll, 700.0))  # exp overflows beyond
     return Scores(perplexity, None, None, tokens) if teacher is None else Scores(perplexity, kl, same, tokens)
+
+
+def _full_batch(windows: Windows, begin: int, batch_size: int) -> dict[str, Tensor]:
+    """A batch of one size, the last one filled up with rows that do not count: a lazy device compiles one graph."""
+    ids_BT, counted_BT = (x[begin : begin + batch_size] for x in (windows.input_ids_RT, windows.counted_RT))
+    missing = min(batch_size, windows.input_ids_RT.shape[0]) - ids_BT.shape[0]
+    if missing:
+        ids_BT = torch.cat([ids_BT, ids_BT[:1].expand(missing, -1)])
+        counted_BT = torch.cat([counted_BT, torch.zeros_like(counted_BT[:1]).expand(missing, -1)])
+    return {"ids": ids_BT, "counted": counted_BT}
 
 
 def _batch_sums(
@@ -107,5 +116,5 @@ def _batch_sums(
         kl_S = (logp_SV.exp() * (logp_SV - logq_SV)).sum(-1)
         same_S = logp_SV.argmax(-1) == logq_SV.argmax(-1)
         sums += (torch.stack([nll_S, kl_S, same_S]).double() * weight_S[part]).sum(-1)
-    runtime.mark_step()
+    runtime.mark_step("evaluation")
     return sums.cpu()

@@ -9,6 +9,13 @@ from qat_lora.kd import Head
 from qat_lora.runtime import Runtime
 
 
+def placed(model: nn.Module, runtime: Runtime) -> nn.Module:
+    """Put a model on the runtime's device, with the attention that is right there; in place."""
+    if runtime.chunked_attention:
+        models.use_chunked_attention(model)
+    return runtime.place(model)
+
+
 def hidden_and_head(model: nn.Module, ids_BT: Tensor, runtime: Runtime) -> tuple[Tensor, Head]:
     """Return the hidden states [S, H] of all positions of a batch and the model's head, both in the compute precision.
 

@@ -74,6 +74,7 @@ def build_cache(
     batch_size: int,
     chunk_tokens: int = 256,
     device: torch.device | str = "cpu",
+    mark_step: Callable[[], None] = lambda: None,
     progress: Progress | None = None,
 ) -> CacheManifest:
     """Run the teacher over all rows that `writer` still lacks, and return the finished manifest.
@@ -88,6 +89,7 @@ def build_cache(
             filled up by repeating a row: the model sees one shape, and a resumed build makes the same files.
         chunk_tokens: token rows per call of `head`.
         device: where input ids are sent.
+        mark_step: called when a batch is traced, before it is read, so that a lazy device runs it as one graph.
         progress: called with (rows done, rows in all) after each batch.
     """
     manifest = writer.manifest
@@ -102,8 +104,13 @@ def build_cache(
         arrays["lengths"][:] = blocks.lengths_R[rows.start : rows.stop].numpy()
         for first in range(0, len(rows), batch_size):
             batch = slice(first, min(first + batch_size, len(rows)))
-            hidden_BTH = hidden_fn(_batch(arrays["input_ids"][batch], batch_size).to(device))
-            _fill(arrays, batch, hidden_BTH, head, manifest, chunk_tokens)
+            ids_BT = _batch(arrays["input_ids"][batch], batch_size).to(device)
+            stored = _stored(hidden_fn(ids_BT), head, manifest, chunk_tokens)
+            mark_step()
+            for name, x_S in stored.items():
+                # The only host read of the loop: results go to the array that becomes the shard.
+                x_BT = x_S.cpu().unflatten(0, (batch_size, manifest.seq_len))
+                arrays[name][batch] = x_BT[: batch.stop - batch.start].numpy()
             if progress is not None:
                 progress(rows.start + batch.stop, manifest.rows)
         writer.write_shard(index, arrays)
@@ -117,25 +124,16 @@ def _batch(input_ids_BT: np.ndarray[Any, Any], batch_size: int) -> Tensor:
     return torch.from_numpy(input_ids_BT.astype(np.int64))
 
 
-def _fill(
-    arrays: dict[str, np.ndarray[Any, Any]],
-    batch: slice,
-    hidden_BTH: Tensor,
-    head: Callable[[Tensor], Tensor],
-    manifest: CacheManifest,
-    chunk_tokens: int,
-) -> None:
-    tokens = (batch.stop - batch.start) * manifest.seq_len
-    hidden_SH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1])
-    for start in range(0, tokens, chunk_tokens):
-        # A whole chunk is computed where there is one, and cut afterwards: one shape for the head as well.
-        logits_cV = head(hidden_SH[start : start + chunk_tokens])
+def _stored(
+    hidden_BTH: Tensor, head: Callable[[Tensor], Tensor], manifest: CacheManifest, chunk_tokens: int
+) -> dict[str, Tensor]:
+    """What is stored of a batch, [B * T, ...] on its device."""
+    chunks = []
+    for hidden_cH in hidden_BTH.flatten(0, 1).split(chunk_tokens):
+        logits_cV = head(hidden_cH)
         _check_width(logits_cV, manifest)
-        stop = min(start + chunk_tokens, tokens)
-        for name, rows in topk_rows(logits_cV, manifest.top_k, manifest.temperatures).items():
-            # The only host read of the loop: results go to the array that becomes the shard.
-            target = arrays[name][batch].reshape(tokens, -1)
-            target[start:stop] = rows[: stop - start].cpu().numpy()
+        chunks.append(topk_rows(logits_cV, manifest.top_k, manifest.temperatures))
+    return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
 
 
 def _check_width(logits_cV: Tensor, manifest: CacheManifest) -> None:

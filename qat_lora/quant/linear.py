@@ -91,7 +91,22 @@ class Quantizer(nn.Module):
         return None if self.offset_OG is None else round_through(self.offset_OG, self.scale_dtype)
 
 
-class QuantLinear(nn.Linear):
+class _OwnDtypes(nn.Module):
+    """A module whose tensors keep their dtypes when the model around it changes its own.
+
+    ``model.to(bfloat16)`` is about activations: a master weight must keep its small differences, and stored scales the
+    values that they were rounded to, or codes lie.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        def moved(x: Tensor) -> Tensor:
+            y = fn(x)
+            return y if y.dtype == x.dtype else x.to(y.device)
+
+        return super()._apply(moved, recurse)
+
+
+class QuantLinear(_OwnDtypes, nn.Linear):
     """A Linear whose float32 master weight is fake-quantised in every forward: y = x @ Q(W)^T + b.
 
     The constructor makes a blank one, to load a state dict into; `from_linear` searches the scales of a
@@ -128,7 +143,7 @@ class QuantLinear(nn.Linear):
         return F.linear(input, self.quantizer(self.weight).to(input.dtype), bias_O)
 
 
-class CodedLinear(nn.Linear):
+class CodedLinear(_OwnDtypes, nn.Linear):
     """A Linear of frozen codes: y = x @ W^T + b, with W = S * L[I] (+ Z) made from the codes when needed.
 
     Nothing of W's size is kept: backward makes W once more from the codes. There is no `weight` parameter;
@@ -212,16 +227,6 @@ class CodedLinear(nn.Linear):
         self.register_buffer("levels_N", levels_N, persistent=is_lut)
         offset_OG = quantizer.offset()
         self.register_buffer("offset_OG", None if offset_OG is None else offset_OG.to(dtype, copy=True))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CodedLinear:
-        # model.to(bfloat16) is about activations; stored scales keep the dtype they were rounded to, or codes lie.
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, buffer in self._buffers.items():
-            old = before[name]
-            if buffer is not None and old is not None and buffer.dtype != old.dtype:
-                self._buffers[name] = old.to(buffer.device)
-        return self
 
 
 class _CodedMatmul(torch.autograd.Function):

@@ -7,13 +7,29 @@ nothing there. `qat_lora.runtime.select` picks the implementation; only `qat_lor
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+# Where the lazy graph may be cut: set-up, between the acts of a step, in an evaluation, in a cache build.
+Phase = Literal[
+    "set-up",
+    "counts",
+    "anchor forward",
+    "forward",
+    "anchor backward",
+    "backward",
+    "micro-batch",
+    "optimizer",
+    "anchor rows",
+    "evaluation",
+    "cache",
+]
 
 
 @dataclass(frozen=True)
@@ -30,11 +46,13 @@ class Precision:
     """What a runtime computes in, and why.
 
     Attributes:
-        compute: dtype of matrix products, by autocast where it is not float32; tensors at rest are float32.
+        compute: dtype of matrix products; by autocast where it differs from `frozen`.
+        frozen: dtype of parameters that are not trained. Those that are trained are float32 everywhere.
         reason: one clause, printed at start.
     """
 
     compute: torch.dtype
+    frozen: torch.dtype
     reason: str
 
 
@@ -45,15 +63,20 @@ class Runtime(Protocol):
         device: where tensors live.
         rank: 0-based. world_size: 1 when alone; callers never branch on it.
         precision: see `Precision`.
+        chunked_attention: whether models should use `qat_lora.attention`, for want of a fused one.
     """
 
     device: torch.device
     rank: int
     world_size: int
     precision: Precision
+    chunked_attention: bool
 
-    def mark_step(self) -> None:
-        """Cut the lazy graph on XLA; nothing elsewhere."""
+    def mark_step(self, phase: Phase) -> None:
+        """Say that a phase is traced: XLA may cut its lazy graph here and run it; nothing elsewhere."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that it was given, and make the calls that `log_later` put off."""
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace every gradient by its mean over the ranks, once per optimizer step."""
@@ -71,13 +94,22 @@ class Runtime(Protocol):
         """The context a forward runs in."""
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clear the gradients: to None, or to zero tensors where the graph must not change."""
+        """Clear the gradients: to None, or to zero tensors where the graph must not change. Also before step 0."""
+
+    def checkpoint(self, layer: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Run a layer so that backward computes it again instead of keeping its activations."""
+
+    def scan(self, layers: nn.ModuleList, hidden_BTH: Tensor, shared: dict[str, Any], *, recompute: bool) -> Tensor:
+        """Run equal layers one after the other as one loop on the device, each called with `shared` as keywords.
+
+        With `recompute` backward keeps of each layer its input alone, as `checkpoint` does.
+        """
 
     def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Move a batch to the device."""
 
-    def place(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move a model to the device, ties kept."""
+    def place(self, model: nn.Module) -> nn.Module:
+        """Move a model to the device, frozen parameters in the precision's dtype; parameters and ties are kept."""
 
     def wrap_loader(self, loader: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
         """Yield the loader's batches on the device."""
@@ -87,6 +119,31 @@ class Runtime(Protocol):
 
     def log_later(self, fn: Callable[..., None], *tensors: Tensor) -> None:
         """Call fn with the tensors' values as floats, when reading them no longer stalls the device."""
+
+    def compiled(self) -> int:
+        """How many graphs were compiled so far; 0 on eager devices."""
+
+    def compilations(self) -> Sequence[CompiledGraph]:
+        """The graphs that were compiled so far, in order; none on eager devices."""
+
+
+@dataclass(frozen=True)
+class CompiledGraph:
+    """One compilation.
+
+    Attributes:
+        phase: at which cut it happened; "a host read" where something read a tensor before any.
+        hash: torch_xla's hash of the graph; equal hashes are one program. Empty where it is not known.
+        inputs, outputs: how many tensors. bytes_by_use: argument, output, alias, temporary, program.
+        frames: the innermost Python frames of ours that asked for it.
+    """
+
+    phase: str
+    hash: str = ""
+    inputs: int = 0
+    outputs: int = 0
+    bytes_by_use: dict[str, int] = field(default_factory=dict)
+    frames: tuple[str, ...] = ()
 
 
 class Alone:

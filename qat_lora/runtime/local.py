@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from qat_lora.errors import ConfigError
 from qat_lora.files import write_atomically
-from qat_lora.runtime.base import Alone, MemoryUse
+from qat_lora.runtime.base import Alone, CompiledGraph, MemoryUse, Phase
 from qat_lora.runtime.precision import precision_for
 
 
 class LocalRuntime(Alone):
     """`Runtime` for one local device; see `qat_lora.runtime.base.Runtime` for what each method promises."""
+
+    chunked_attention = False
 
     def __init__(self, device_type: str, *, dtype: str = "auto", threads: int = 0) -> None:
         """Take the device; `dtype` is auto, fp32 or bf16, `threads` 0 leaves torch's own choice."""
@@ -26,8 +30,13 @@ class LocalRuntime(Alone):
         if threads:
             torch.set_num_threads(threads)
 
-    def mark_step(self) -> None:
+    def mark_step(self, phase: Phase) -> None:
         """Nothing: local devices are eager."""
+
+    def synchronize(self) -> None:
+        """Wait for CUDA's stream; the others are done when a call returns."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def save(self, obj: Any, path: Path) -> None:
         """torch.save, atomically."""
@@ -35,7 +44,7 @@ class LocalRuntime(Alone):
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """bf16 autocast where the policy computes in bf16."""
-        if self.precision.compute is torch.float32:
+        if self.precision.compute is self.precision.frozen:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.precision.compute)
 
@@ -43,7 +52,16 @@ class LocalRuntime(Alone):
         """Drop the gradients; they are allocated anew, which costs nothing on an eager device."""
         optimizer.zero_grad(set_to_none=True)
 
-    def place(self, model: torch.nn.Module) -> torch.nn.Module:
+    def checkpoint(self, layer: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Torch's own."""
+        output: Tensor = checkpoint(layer, *args, use_reentrant=False)
+        return output
+
+    def scan(self, layers: nn.ModuleList, hidden_BTH: Tensor, shared: dict[str, Any], *, recompute: bool) -> Tensor:
+        """Refused: an eager device compiles nothing that a loop would shorten."""
+        raise ConfigError(f"scan_layers=True needs torch_xla, but the device is {self.device}; drop --scan-layers.")
+
+    def place(self, model: nn.Module) -> nn.Module:
         """Move a model to the device; ties survive on eager devices."""
         return model.to(self.device)
 
@@ -57,6 +75,14 @@ class LocalRuntime(Alone):
     def log_later(self, fn: Callable[..., None], *tensors: Tensor) -> None:
         """Call at once: reading a value costs little here."""
         fn(*(t.item() for t in tensors))
+
+    def compiled(self) -> int:
+        """0."""
+        return 0
+
+    def compilations(self) -> Sequence[CompiledGraph]:
+        """None."""
+        return ()
 
 
 def process_memory() -> MemoryUse:

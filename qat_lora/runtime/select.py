@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 import torch
 
-from qat_lora.config import PlaceConfig
+from qat_lora.config import PlaceConfig, Sync
 from qat_lora.errors import DeviceError
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.device import detect_device_type
@@ -16,8 +17,11 @@ from qat_lora.runtime.local import LocalRuntime
 log = logging.getLogger(__name__)
 
 
-def runtime_for(place: PlaceConfig) -> Runtime:
-    """Return the runtime for ``--device``; raises DeviceError, or falls back to the CPU where that is allowed."""
+def runtime_for(place: PlaceConfig, *, sync: Sync = "phase", folder: Path | None = None) -> Runtime:
+    """Return the runtime for ``--device``; raises DeviceError, or falls back to the CPU where that is allowed.
+
+    `sync` is where XLA cuts its graph; `folder` is where a TPU may keep its compiled programs, in ``xla_cache``.
+    """
     processes = os.environ.get("WORLD_SIZE", "1")
     if processes != "1":
         raise DeviceError(f"WORLD_SIZE={processes}, but this version trains on one device; run without torchrun.")
@@ -28,16 +32,16 @@ def runtime_for(place: PlaceConfig) -> Runtime:
     if missing:
         log.warning("--device %s is not here (%s); going on with the CPU", kind, missing)
         kind = "cpu"
-    runtime = _start(kind, place)
-    log.info("device %s, compute in %s: %s", kind, runtime.precision.compute, runtime.precision.reason)
+    runtime = _start(kind, place, sync, folder)
+    log.info("device %s, compute in %s: %s", runtime.device, runtime.precision.compute, runtime.precision.reason)
     return runtime
 
 
-def _start(kind: str, place: PlaceConfig) -> Runtime:
+def _start(kind: str, place: PlaceConfig, sync: Sync, folder: Path | None) -> Runtime:
     if kind == "tpu":
         from qat_lora.runtime.xla import XlaRuntime
 
-        return XlaRuntime(dtype=place.dtype)
+        return XlaRuntime(dtype=place.dtype, sync=sync, cache_dir=None if folder is None else folder / "xla_cache")
     return LocalRuntime(kind, dtype=place.dtype, threads=place.threads)
 
 

@@ -1,7 +1,8 @@
 """torch_xla: a TPU, or whatever PJRT_DEVICE names. The only file that imports torch_xla, when a runtime is made.
 
-What differs from an eager device: work is traced lazily and cut into graphs by `mark_step`; gradients stay tensors,
-since a None is another graph; `.to(device)` unties tied weights, which are tied again.
+What differs from an eager device: work is traced lazily and cut into graphs by `mark_step`, and each graph that was
+not seen before is compiled, which takes seconds to minutes. So gradients stay tensors (a None is another graph), what
+changes from step to step comes in as data, and nothing reads a value in the middle of a step.
 """
 
 from __future__ import annotations
@@ -9,19 +10,30 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from qat_lora.config import Sync
 from qat_lora.files import write_atomically
-from qat_lora.runtime.base import Alone, MemoryUse
-from qat_lora.runtime.device import is_tpu_available
+from qat_lora.runtime.base import Alone, CompiledGraph, MemoryUse, Phase
+from qat_lora.runtime.device import enable_transparent_hugepages, is_tpu_available
+from qat_lora.runtime.diary import PhaseDiary
+from qat_lora.runtime.graphs import compile_log, cuts, parse_compilations
 from qat_lora.runtime.local import process_memory
-from qat_lora.runtime.precision import precision_for
+from qat_lora.runtime.precision import lower_frozen, precision_for
+
+CACHE_VARIABLE = "QAT_LORA_XLA_CACHE"
+_BATCHES_AHEAD = 4  # read and uploaded while the device works
+_EXPECTATION = (
+    "the first step compiles its graphs, minutes for a large model, and prints nothing meanwhile; later steps, and "
+    "later launches where the compilation cache is on, do not"
+)
 
 
 def why_absent() -> str:
@@ -36,50 +48,160 @@ def why_absent() -> str:
 class XlaRuntime(Alone):
     """`Runtime` for one XLA device; see `qat_lora.runtime.base.Runtime` for what each method promises."""
 
-    def __init__(self, *, dtype: str = "auto") -> None:
-        """Take the device that torch_xla offers; `dtype` is auto, fp32 or bf16."""
+    chunked_attention = True
+
+    def __init__(self, *, dtype: str = "auto", sync: Sync = "phase", cache_dir: Path | None = None) -> None:
+        """Take the device that torch_xla offers.
+
+        Args:
+            dtype: auto, fp32 or bf16.
+            sync: see `ExecutionConfig`.
+            cache_dir: where compiled programs are kept, one folder per rank; the environment's QAT_LORA_XLA_CACHE
+                goes before it. Without the variable only a TPU keeps them: PJRT's CPU client cannot read them back.
+        """
+        self._compile_log = compile_log(os.environ)
+        enable_transparent_hugepages()
         import torch_xla
+        import torch_xla.core.xla_model as xm
+        import torch_xla.debug.metrics as metrics
         import torch_xla.runtime as xr
 
-        self._xla = torch_xla
+        # A backward on a thread of autograd's own lets go of its last tensors a little later than it returns; what is
+        # still alive when the graph is cut becomes an output of it, so the graphs would depend on timing.
+        torch.autograd.set_multithreading_enabled(False)
+        self._xla, self._xm, self._metrics = torch_xla, xm, metrics
+        is_tpu = xr.device_type() == "TPU"
+        self.sync, self.cache_dir = sync, _cache_folder(cache_dir if is_tpu else None, self.rank)
+        if self.cache_dir is not None and not torch_xla._XLAC._xla_computation_cache_is_initialized():
+            xr.initialize_cache(str(self.cache_dir), readonly=False)
         self.device = torch_xla.device()
-        kind = "tpu" if xr.device_type() == "TPU" else "cpu"
-        self.precision = precision_for(kind, dtype)
+        self.precision = precision_for("tpu" if is_tpu else "xla", dtype)
+        self._diary = PhaseDiary(self.compiled, expectation=_EXPECTATION)
+        self._later: list[tuple[Callable[..., None], tuple[Tensor, ...]]] = []
+        self._phase_of: list[str] = [""] * self.compiled()
 
-    def mark_step(self) -> None:
-        """Cut the lazy graph and start its execution."""
-        self._xla.sync()
+    def mark_step(self, phase: Phase) -> None:
+        """Cut the lazy graph where `sync` has a cut and start its execution; wait for a phase's first time."""
+        if not cuts(self.sync, phase):
+            return
+        due, self._later = (self._later, []) if phase in ("optimizer", "evaluation") else ([], self._later)
+        self._note_compilations("a host read")
+        with self._diary.entry(phase) as first_time:
+            self._xla.sync(wait=first_time)
+            if first_time:
+                self._xm.wait_device_ops()
+        self._note_compilations(phase)
+        _call(due)
+
+    def synchronize(self) -> None:
+        """Wait until all is done that was cut, and make the calls that were put off."""
+        self._xm.wait_device_ops()
+        due, self._later = self._later, []
+        _call(due)
 
     def save(self, obj: Any, path: Path) -> None:
         """torch.save, atomically, of CPU copies."""
+        self.synchronize()
         on_cpu = tree_map(_on_cpu, obj)
         write_atomically(path, lambda stream: torch.save(on_cpu, stream))
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """bf16 autocast where the policy computes in bf16."""
-        if self.precision.compute is torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast("xla", dtype=self.precision.compute)
+        """Nothing: bf16 is native here, the model itself lies in it."""
+        return contextlib.nullcontext()
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set the gradients to zero and keep them."""
+        """Set the gradients to zero tensors."""
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
         optimizer.zero_grad(set_to_none=False)
 
-    def place(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move a model to the device and tie again what `.to` untied."""
-        model.to(self.device)
-        for module in model.modules():
-            tie: Callable[[], None] | None = getattr(module, "tie_weights", None)
-            if tie is not None:
-                tie()
+    def checkpoint(self, layer: Callable[..., Tensor], *args: Any) -> Tensor:
+        """torch_xla's own: torch's crashes here, and without barriers XLA merges the recomputation away."""
+        from torch_xla.utils.checkpoint import checkpoint
+
+        output: Tensor = checkpoint(layer, *args, use_reentrant=True)
+        return output
+
+    def scan(self, layers: nn.ModuleList, hidden_BTH: Tensor, shared: dict[str, Any], *, recompute: bool) -> Tensor:
+        """torch_xla's scan over the layers."""
+        raise NotImplementedError
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Move a model to the device; `.to` alone would make other parameters and untie those that are tied."""
+        lower_frozen(model, self.precision.frozen)
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            model.to(self.device)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(swaps)
+        self.mark_step("set-up")
         return model
 
+    def wrap_loader(self, loader: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        """Read and upload batches in the background.
+
+        torch_xla's loader cuts the graph before each batch, so all batches of a step are taken before its first
+        forward, when nothing is pending.
+        """
+        from torch_xla.distributed.parallel_loader import ParallelLoader
+
+        failures: list[BaseException] = []
+        ahead = {"loader_prefetch_size": _BATCHES_AHEAD, "device_prefetch_size": _BATCHES_AHEAD}
+        parallel = ParallelLoader(_noting(loader, failures), [self.device], **ahead)
+        try:
+            yield from parallel.per_device_loader(self.device)
+            if failures:  # its reading thread ends in silence
+                raise failures[0]
+        finally:
+            parallel.close()
+
     def memory(self) -> MemoryUse:
-        """Resident memory of the process."""
-        return process_memory()
+        """HBM of the chip; resident memory of the process where torch_xla counts none."""
+        try:
+            use = self._xm.get_memory_info(self.device)
+        except RuntimeError:  # PJRT's CPU client: UNIMPLEMENTED
+            return process_memory()
+        return MemoryUse(use["bytes_used"], use.get("peak_bytes_used", use["bytes_used"]), use["bytes_limit"])
 
     def log_later(self, fn: Callable[..., None], *tensors: Tensor) -> None:
-        """Call after the pending graph: every hook comes behind a `mark_step`."""
+        """Call at the next step's end, at an evaluation, or before a save: the device is past the values by then."""
+        self._later.append((fn, tensors))
+
+    def compiled(self) -> int:
+        """How many graphs were found neither in memory nor, where there is one, in the cache on disk."""
+        return int(self._metrics.counter_value("UncachedCompile") or 0)
+
+    def compilations(self) -> Sequence[CompiledGraph]:
+        """What was compiled so far; without a compile log the number and the phases are known, but no more."""
+        self._note_compilations("a host read")
+        known = [CompiledGraph("")] * len(self._phase_of)
+        if self._compile_log is not None:
+            records = parse_compilations(self._compile_log.read_text(errors="replace"))[-len(known) :] if known else []
+            known[len(known) - len(records) :] = records
+        return [replace(graph, phase=phase) for graph, phase in zip(known, self._phase_of, strict=True)]
+
+    def _note_compilations(self, phase: str) -> None:
+        self._phase_of += [phase] * (self.compiled() - len(self._phase_of))
+
+
+def _cache_folder(folder: Path | None, rank: int) -> Path | None:
+    named = os.environ.get(CACHE_VARIABLE)
+    root = Path(named) if named else folder
+    return None if root is None else root / f"rank{rank}"
+
+
+def _noting(loader: Iterable[dict[str, Tensor]], failures: list[BaseException]) -> Iterator[dict[str, Tensor]]:
+    try:
+        yield from loader
+    except Exception as error:
+        failures.append(error)
+
+
+def _call(due: list[tuple[Callable[..., None], tuple[Tensor, ...]]]) -> None:
+    for fn, tensors in due:
         fn(*(t.item() for t in tensors))
 
 

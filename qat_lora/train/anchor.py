@@ -35,7 +35,7 @@ def build_anchor(
         rows = [dataset[row] for row in range(begin, min(begin + batch_size, samples, len(dataset)))]
         batch = runtime.to_device({name: torch.stack([r[name] for r in rows]) for name in ("input_ids", "length")})
         parts.append(batch | _targets(model, batch["input_ids"], manifest.top_k, chunk_tokens, runtime))
-        runtime.mark_step()
+        runtime.mark_step("anchor rows")
     model.train(was_training)
     return Anchor({name: torch.cat([part[name] for part in parts]) for name in parts[0]}, manifest)
 

@@ -31,7 +31,7 @@ FORMAT = "qat_lora.checkpoint"
 # What may differ between a run and its resumption. Places are compared by what lies there (identity, cache), the rest
 # changes no step that is already done.
 _FREE_ON_RESUME = (
-    *("output", "place", "model", "cache_dir", "checkpoint", "preset", "preload"),
+    *("output", "place", "execution", "model", "cache_dir", "checkpoint", "preset", "preload"),
     *("max_steps", "log_every", "eval_every", "save_every", "keep_last"),
 )
 _PACKAGES = ("transformers", "peft", "safetensors")
@@ -84,7 +84,8 @@ def restore(state: TrainState, content: dict[str, Any], path: Path) -> None:
             p.copy_(saved[name])
         for name, x in state.ema.items():
             x.copy_(content["ema"][name])
-    state.optimizer.load_state_dict(content["optimizer"])
+    groups = state.optimizer.state_dict()["param_groups"]  # ours: how AdamW runs is a matter of this device
+    state.optimizer.load_state_dict({"state": content["optimizer"]["state"], "param_groups": groups})
     for name, value in content["progress"].items():
         setattr(state, name, value)
     torch.set_rng_state(content["rng"])

@@ -6,6 +6,7 @@ import csv
 import io
 import logging
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,7 +70,8 @@ class LogHook:
         self._runtime.log_later(lambda loss, norm: self._write(info, loss, norm), info.loss, info.grad_norm)
 
     def end(self, state: TrainState) -> None:
-        """Nothing: the rows are on disk."""
+        """Write what was put off."""
+        self._runtime.synchronize()
 
     def _write(self, info: StepInfo, loss: float, norm: float) -> None:
         if not math.isfinite(loss):
@@ -90,18 +92,26 @@ class EvalHook:
         evaluate: Callable[[], float],
         losses: LossLog,
         save_best: Callable[[TrainState], None],
+        runtime: Runtime,
         *,
         every: int,
     ) -> None:
         """`evaluate` returns the KL of the model as it is; `save_best` writes best.pt."""
         self.every = every
         self._evaluate = evaluate
+        self._runtime = runtime
         self._losses = losses
         self._save_best = save_best
 
     def start(self, state: TrainState) -> None:
-        """Evaluate what the run starts from, unless a resumed run has done so."""
-        if state.evaluated_step < 0:
+        """Evaluate what the run starts from. A resumed run has done so, and only looks whether it is what it was.
+
+        It must not be left out: a lazy device compiles the evaluation here, and not in the middle of the run.
+        """
+        if state.evaluated_step >= 0:
+            with swapped_in(state.ema, state.trained, self._runtime):
+                log.info("step %d held-out KL %.4f, resumed", state.step, self._evaluate())
+        else:
             self._run(state)
             state.first_kl = state.last_kl
             if not math.isfinite(state.first_kl):
@@ -125,7 +135,7 @@ class EvalHook:
             )  # fmt: skip
 
     def _run(self, state: TrainState) -> None:
-        with swapped_in(state.ema, state.trained):
+        with swapped_in(state.ema, state.trained, self._runtime):
             state.last_kl, state.evaluated_step = self._evaluate(), state.step
             if state.last_kl < state.best_kl:
                 state.best_kl, state.best_step = state.last_kl, state.step
@@ -144,7 +154,8 @@ class CheckpointHook:
         self._saved = (-1, -1)
 
     def start(self, state: TrainState) -> None:
-        """Nothing: a resumed run has its checkpoint, a fresh one has nothing to lose."""
+        """Look at the weights, but save nothing: a resumed run has its checkpoint, a fresh one has nothing to lose."""
+        _check_finite(state)
         self._saved = (state.step, state.evaluated_step)
 
     def after_step(self, state: TrainState, info: StepInfo) -> None:
@@ -158,50 +169,74 @@ class CheckpointHook:
 
     def _save_finite(self, state: TrainState) -> None:
         """Save, unless the weights are no numbers any more: the last good checkpoint must not be pushed out by such."""
-        finite = torch.stack([p.detach().isfinite().all() for p in state.trained.values()]).all()
-        if not finite.item():
-            raise TrainingError(f"weights are no numbers after step {state.step}; lower --lr or --clip-norm.")
+        _check_finite(state)
         self._save(state)
         self._saved = (state.step, state.evaluated_step)
 
 
 class SpeedHook:
-    """Counts tokens and the host's seconds in steps, evaluation and saving left out."""
+    """Counts tokens and the host's seconds in steps, evaluation and saving left out, and the first step apart.
+
+    The first step of a launch is not like the others: it compiles, or fills caches.
+    """
 
     every = 1
 
-    def __init__(self) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         """Start from nothing."""
+        self._runtime = runtime
         self._steps = self._tokens = 0
-        self._seconds = 0.0
+        self._seconds = self._first_seconds = 0.0
 
     def start(self, state: TrainState) -> None:
         """Nothing."""
 
     def after_step(self, state: TrainState, info: StepInfo) -> None:
-        """Add the step."""
+        """Add the step; after the second say what a step takes from now on."""
         self._steps += 1
         self._tokens += info.tokens
         self._seconds += info.seconds
+        if self._steps == 1:
+            self._first_seconds = info.seconds
+            self._runtime.synchronize()
+        if self._steps == 2:
+            self._wait()
+            seconds = self._seconds - self._first_seconds
+            log.info("a step takes %.3f s, %s tokens/s", seconds, f"{info.tokens / seconds:,.0f}")
 
     def end(self, state: TrainState) -> None:
-        """Nothing."""
+        """Add what the device still has to do."""
+        self._wait()
 
-    def summary(self, state: TrainState, runtime: Runtime) -> dict[str, float | int]:
+    def _wait(self) -> None:
+        started = time.perf_counter()
+        self._runtime.synchronize()
+        self._seconds += time.perf_counter() - started
+
+    def summary(self, state: TrainState) -> dict[str, float | int]:
         """What summary.json holds: steps and tokens of the whole run over all ranks, the speed of this launch."""
-        launch_tokens = self._tokens * runtime.world_size
+        tokens_per_step = self._tokens * self._runtime.world_size // max(1, self._steps)
+        later = self._steps - 1
+        seconds = (self._seconds - self._first_seconds) / later if later > 0 else self._seconds
         return {
             "steps": state.step,
-            "tokens": launch_tokens // max(1, self._steps) * state.step,
+            "tokens": tokens_per_step * state.step,
             "launch_steps": self._steps,
-            "seconds_per_step": self._seconds / max(1, self._steps),
-            "tokens_per_second": launch_tokens / max(1e-9, self._seconds),
-            "peak_bytes": runtime.memory().peak_bytes,
+            "first_step_seconds": self._first_seconds,
+            "seconds_per_step": seconds,
+            "tokens_per_second": tokens_per_step / max(1e-9, seconds),
+            "peak_bytes": self._runtime.memory().peak_bytes,
             "first_kl": state.first_kl,
             "best_kl": state.best_kl,
             "best_step": state.best_step,
             "last_kl": state.last_kl,
         }
+
+
+def _check_finite(state: TrainState) -> None:
+    finite = torch.stack([p.detach().isfinite().all() for p in state.trained.values()]).all()
+    if not finite.item():
+        raise TrainingError(f"weights are no numbers after step {state.step}; lower --lr or --clip-norm.")
 
 
 def _parsed(row: dict[str, str]) -> dict[str, float] | None:

@@ -61,6 +61,8 @@ def _steps(
     runtime: Runtime,
 ) -> Iterator[StepInfo]:
     state.model.train()
+    runtime.zero_grad(state.optimizer)
+    runtime.mark_step("set-up")
     while state.step < loop.max_steps:
         micro_batches = [next(batches) for _ in range(loop.accumulation_steps)]
         yield train_step(state, micro_batches, objective, optim, runtime)

@@ -49,6 +49,14 @@ class Counts:
 
 
 @dataclass(frozen=True)
+class Term:
+    """One scalar to run backward on, and whether it is the anchor's."""
+
+    loss: Tensor
+    anchor: bool
+
+
+@dataclass(frozen=True)
 class Anchor:
     """Fixed rows and the starting model's own distribution on them, in the form of the cache.
 
@@ -98,12 +106,12 @@ class KDObjective:
         local = torch.stack([positions, labels, anchors]).float()
         return Counts(*self.runtime.all_reduce_sum(local).clamp(min=1.0).unbind())
 
-    def losses(self, model: nn.Module, batch: Batch, counts: Counts, *, step: int, position: int) -> Iterator[Tensor]:
+    def losses(self, model: nn.Module, batch: Batch, counts: Counts, *, step: int, position: int) -> Iterator[Term]:
         """Yield the scalars to run backward on, one after the other, so that only one graph is alive at a time."""
-        yield self._kd_loss(model, batch, counts, step)
+        yield Term(self._kd_loss(model, batch, counts, step), anchor=False)
         if self.anchor is not None:
             part = self._anchor_rows(batch, position)
-            yield self.kd.anchor_kl_weight * self._anchor_loss(model, part, counts)
+            yield Term(self.kd.anchor_kl_weight * self._anchor_loss(model, part, counts), anchor=True)
 
     def hard_weight_at(self, step: int) -> float:
         """Weight of the hard top-1 term, annealed to 0 over the run where that is asked for."""
@@ -112,7 +120,9 @@ class KDObjective:
         return self.kd.hard_weight * factor[self.kd.hard_anneal]
 
     def _kd_loss(self, model: nn.Module, batch: Batch, counts: Counts, step: int) -> Tensor:
-        kd, alpha, hard_weight = self.kd, self.kd.ce_alpha, self.hard_weight_at(step)
+        kd, alpha = self.kd, self.kd.ce_alpha
+        # a tensor: a Python number of exactly 0 or 1 is a constant, and a graph of its own, to XLA
+        hard_weight = torch.tensor(self.hard_weight_at(step)).to(self.runtime.device)
         target = targets(batch, kd.temperature, self.manifest, top_k=kd.top_k or None)
         mask_S, label_mask_S = (mask.flatten() for mask in _masks(batch))
         labels_S = next_tokens(batch["input_ids"]).flatten()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.config import OptimConfig
+from qat_lora.runtime import Runtime
 
 
 def build_optimizer(
@@ -17,21 +18,26 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """AdamW with one group for weights and one, slower and never decayed, for scales, offsets and LUTs.
 
-    The moments exist before the first step, so that a lazily traced graph is the same at every step.
+    The moments exist before the first step, so that a lazily traced graph is the same at every step. There the learning
+    rate and the step counts are tensors on the device as well: XLA takes Python numbers of equal value for one input,
+    so a number that changes is another graph whenever it meets the value of another (bias correction and 1 - beta1 are
+    both 0.1 at the first step), and 0 and 1 are constants.
     """
     groups = [
         {"params": list(weights), "lr_ratio": 1.0, "weight_decay": optim.weight_decay},
         {"params": list(scales), "lr_ratio": optim.scale_lr_ratio, "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
-    device = groups[0]["params"][0].device.type  # type: ignore[index]
-    fused = device in ("cpu", "cuda")
+    device = groups[0]["params"][0].device  # type: ignore[index]
+    fused = device.type in ("cpu", "cuda")
+    capturable = device.type == "xla"
+    lr = torch.tensor(optim.lr, device=device) if capturable else optim.lr
     optimizer = torch.optim.AdamW(
-        groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=fused or None
+        groups, lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=fused or None, capturable=capturable
     )
     for group in optimizer.param_groups:
         for p in group["params"]:
-            step_device = p.device if fused else torch.device("cpu")
+            step_device = p.device if fused or capturable else torch.device("cpu")
             optimizer.state[p] = {
                 "step": torch.zeros((), dtype=torch.float32, device=step_device),
                 "exp_avg": torch.zeros_like(p),
@@ -43,7 +49,7 @@ def build_optimizer(
 def lr_at(step: int, total_steps: int, optim: OptimConfig) -> float:
     """Learning rate of step `step`: linear warm-up from lr / warmup_steps, then a cosine down to min_lr_ratio * lr.
 
-    Never 0 at the start: a learning rate of 0 is a constant that XLA compiles a graph of its own for.
+    Never 0, for which AdamW on a lazy device would divide 0 by 0.
     """
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
@@ -54,9 +60,12 @@ def lr_at(step: int, total_steps: int, optim: OptimConfig) -> float:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set every group's learning rate to its share of `lr`."""
+    """Set every group's learning rate to its share of `lr`; a tensor is filled with data, not with a constant."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_ratio"]
+        if isinstance(group["lr"], Tensor):
+            group["lr"] = torch.tensor(lr * group["lr_ratio"]).to(group["lr"].device)
+        else:
+            group["lr"] = lr * group["lr_ratio"]
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], clip_norm: float) -> Tensor:
@@ -73,13 +82,15 @@ def update_ema(ema: Mapping[str, Tensor], trained: Mapping[str, nn.Parameter], d
 
 
 @contextlib.contextmanager
-def swapped_in(ema: Mapping[str, Tensor], trained: Mapping[str, nn.Parameter]) -> Iterator[None]:
+def swapped_in(ema: Mapping[str, Tensor], trained: Mapping[str, nn.Parameter], runtime: Runtime) -> Iterator[None]:
     """Let the trained parameters hold their moving averages within the block; nothing where there are none."""
     _swap(ema, trained)
+    runtime.mark_step("evaluation")  # a pending swap would become part of the block's graph, and of the next step's
     try:
         yield
     finally:
         _swap(ema, trained)
+        runtime.mark_step("evaluation")
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from qat_lora import adapters, models
 from qat_lora.config import QatRun, QuantScheme, RecoveryRun
 from qat_lora.errors import ConfigError
-from qat_lora.evaluate import cached_kl
+from qat_lora.evaluate import cached_kl, placed
 from qat_lora.files import check_writable, write_json
 from qat_lora.kd import KDCacheDataset
 from qat_lora.quant import freeze_codes
@@ -40,6 +40,7 @@ from qat_lora.train.checkpoint import (
     student_checkpoint,
     versions,
 )
+from qat_lora.train.graphs import RecompileHook
 from qat_lora.train.hooks import CheckpointHook, EvalHook, LogHook, LossLog, SpeedHook
 from qat_lora.train.loop import Hook, train
 from qat_lora.train.objective import Anchor, KDObjective
@@ -101,8 +102,9 @@ def run_qat(run: QatRun, runtime: Runtime, *, launch: Launch = "new", hooks: Seq
                 f"{path} holds a student of another scheme than {run.preset!r}; give --preset of its own run."
             )
         restored(model, start, path)
-    runtime.place(model)
-    stage = _Stage(model, run.scheme, *trained_parameters(model, run.train), student_tensors(model))
+    trained = trained_parameters(model, run.train)
+    placed(model, runtime)
+    stage = _Stage(model, run.scheme, *trained, student_tensors(model))
     return _fit(run, runtime, inputs, stage, hooks)
 
 
@@ -126,7 +128,7 @@ def run_recovery(
         freeze_codes(model)
         targets = models.target_linears(model)
         model = adapters.attach(model, targets, run.adapter, base_name=inputs.loaded.identity.name)
-    runtime.place(model)
+    placed(model, runtime)
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     scheme = from_json(QuantScheme, start["scheme"])
     return _fit(run, runtime, inputs, _Stage(model, scheme, weights, {}, student_tensors(model)), hooks)
@@ -184,7 +186,7 @@ def _fit(
     if inputs.resumed is not None:
         restore(state, inputs.resumed, run.output / "last.pt")
         log.info("resuming %s at step %d", run.output, state.step)
-    losses, speed = LossLog(run.output / "loss.csv"), SpeedHook()
+    losses, speed = LossLog(run.output / "loss.csv"), SpeedHook(runtime)
     best = run.output / "best.pt"
     if state.step >= run.loop.max_steps and state.evaluated_step == state.step and best.exists():
         losses.open_at(state.step)
@@ -192,13 +194,14 @@ def _fit(
         return RunResult(best, losses, state)
     manifest = inputs.dataset.manifest
     objective = KDObjective(run.kd, manifest, runtime, total_steps=run.loop.max_steps, anchor=anchor)
-    hooks = [*_hooks(run, runtime, inputs, stage, losses), speed, *extra_hooks]
+    watch = RecompileHook(runtime, max_recompiles=run.execution.max_recompiles)
+    hooks = [*_hooks(run, runtime, inputs, stage, losses), speed, *extra_hooks, watch]
     if runtime.rank == 0:
         write_json(run.output / "run.json", _record(run, inputs.loaded))
     batches = inputs.dataset.batches(run.loop.batch_size, position=state.step * run.loop.accumulation_steps)
     train(state, batches, objective, loop=run.loop, optim=run.optim, runtime=runtime, hooks=hooks)
     if runtime.rank == 0:
-        write_json(run.output / "summary.json", speed.summary(state, runtime))
+        write_json(run.output / "summary.json", speed.summary(state) | watch.summary())
         write_loss_png(run.output / "loss.png", losses.rows, title=f"{run.command} ({run.output.name})")
     return RunResult(best, losses, state)
 
@@ -248,7 +251,7 @@ def _hooks(run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, stage: 
 
     return [
         LogHook(losses, runtime, every=loop.log_every),
-        EvalHook(evaluate, losses, save_best, every=loop.eval_every),
+        EvalHook(evaluate, losses, save_best, runtime, every=loop.eval_every),
         CheckpointHook(save, every=loop.save_every),
     ]
 

@@ -48,6 +48,7 @@ class StepInfo:
         step: steps done after it. loss, grad_norm: tensors on the device, not read yet; the norm is the one before
             clipping.
         lr: peak group's learning rate used. tokens: tokens read by this rank. seconds: host time of the step.
+        shapes: (name, shape, dtype) of every tensor of its micro-batches, in order.
     """
 
     step: int
@@ -56,3 +57,4 @@ class StepInfo:
     lr: float
     tokens: int
     seconds: float
+    shapes: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = ()

@@ -112,7 +112,7 @@ def test_casting_a_model_leaves_frozen_values_bit_identical():
     cast = copy.deepcopy(coded).to(torch.bfloat16)
     assert cast.scale_OG.dtype == torch.float16
     assert torch.equal(cast.weight, before)
-    assert cast.bias.dtype == torch.bfloat16
+    assert cast.bias.dtype == torch.float32  # a checkpoint holds it too
 
 
 def test_the_master_of_a_bfloat16_linear_is_float32():

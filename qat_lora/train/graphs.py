@@ -1,0 +1,92 @@
+"""The sentinel of lazy devices: after the first step nothing may be compiled again, and if it is, it says why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from qat_lora.errors import TrainingError
+from qat_lora.runtime import CompiledGraph, Runtime
+from qat_lora.train.state import StepInfo, TrainState
+
+log = logging.getLogger(__name__)
+
+
+class RecompileHook:
+    """Counts compilations after the first step of a launch, and stops the run where they are too many.
+
+    The last hook of all, so that whatever the others compile is seen at their own step.
+    """
+
+    every = 1
+
+    def __init__(self, runtime: Runtime, *, max_recompiles: int) -> None:
+        """Warn at each; stop beyond `max_recompiles`, or never if that is -1."""
+        self._runtime = runtime
+        self._most = max_recompiles
+        self._first: frozenset[str] | None = None
+        self._known = self._first_count = 0
+
+    def start(self, state: TrainState) -> None:
+        """Nothing: everything may compile before and in the first step."""
+
+    def after_step(self, state: TrainState, info: StepInfo) -> None:
+        """Compare the number of compilations with the one after the first step."""
+        compiled = self._runtime.compiled()
+        if self._first is None:
+            self._first, self._known, self._first_count = signature(state, info), compiled, compiled
+            return
+        if compiled > self._known:
+            graphs = self._runtime.compilations()
+            said = difference(self._first, signature(state, info), graphs[: self._first_count], graphs[self._known :])
+            log.warning("step %d compiled %d graph(s) again: %s", info.step, compiled - self._known, said)
+            self._known = compiled
+            if 0 <= self._most < self.after_first_step:
+                raise TrainingError(
+                    f"{self.after_first_step} compilations after the first step, --max-recompiles allows {self._most}; "
+                    f"at step {info.step}: {said}."
+                )
+
+    def end(self, state: TrainState) -> None:
+        """Nothing: the last evaluation and the last checkpoint run what was compiled before."""
+
+    @property
+    def after_first_step(self) -> int:
+        """Compilations since the first step of this launch was done."""
+        return self._runtime.compiled() - self._first_count if self._first is not None else 0
+
+    def summary(self) -> dict[str, int]:
+        """What summary.json holds of a lazy device: programs, compilations in all, and those after the first step."""
+        graphs = self._runtime.compilations()
+        if not graphs:
+            return {}
+        return {
+            "graphs": len({graph.hash or str(index) for index, graph in enumerate(graphs)}),
+            "compilations": len(graphs),
+            "compilations_after_first_step": self.after_first_step,
+        }
+
+
+def signature(state: TrainState, info: StepInfo) -> frozenset[str]:
+    """Everything that a step's graphs take in, by shape and dtype: batches, weights, gradients, optimizer state."""
+    found = {f"micro-batches: {len(info.shapes) // max(1, len({name for name, _, _ in info.shapes}))}"}
+    found |= {f"batch {name}: {list(shape)} {dtype}" for name, shape, dtype in info.shapes}
+    for name, p in state.trained.items():
+        grad = "none" if p.grad is None else f"{list(p.grad.shape)} {p.grad.dtype}"
+        found |= {f"weight {name}: {list(p.shape)} {p.dtype}", f"gradient {name}: {grad}"}
+        for key, value in state.optimizer.state[p].items():
+            found.add(f"optimizer {key} of {name}: {list(value.shape)} {value.dtype} on {value.device.type}")
+    return frozenset(found)
+
+
+def difference(
+    first: frozenset[str], now: frozenset[str], early: Sequence[CompiledGraph], late: Sequence[CompiledGraph]
+) -> str:
+    """Say in what a recompiled step differs from the first: tensors, the number of graph inputs, or neither."""
+    changed = [f"{', '.join(sorted(first - now)) or 'nothing'} -> {', '.join(sorted(now - first)) or 'nothing'}"]
+    words = changed if first != now else ["the same tensors by shape and dtype, hence another constant or operation"]
+    for graph in late:
+        before = [g.inputs for g in early if g.phase == graph.phase]
+        inputs = f"{before[-1]} -> {graph.inputs} inputs" if before else f"{graph.inputs} inputs, not seen before"
+        words.append(f"{graph.phase} graph, {inputs}" + (f", at {graph.frames[0]}" if graph.frames else ""))
+    return "; ".join(words)
