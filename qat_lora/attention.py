@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-CHUNK_QUERIES = 256
+CHUNK_QUERIES = 512  # smaller ones skip more of what is masked, and take longer to compile: docs/TPU.md
 
 
 def causal_attention(
@@ -32,7 +32,8 @@ def causal_attention(
 
     Args:
         q_BHTD: queries, any float dtype; products of scores and probabilities are summed in float32 at least.
-        k_BGTD: keys. v_BGTD: values, of the width D as well.
+        k_BGTD: keys.
+        v_BGTD: values, of the width D as well.
         scaling: factor of the scores, usually D ** -0.5.
         window: how many positions back are seen, the own one counted; None: all.
 
@@ -50,10 +51,13 @@ class _CausalAttention(torch.autograd.Function):
         outputs, lses = [], []
         for queries, keys in _chunks(q_BHTD.shape[2], window):
             score_BGRcn = _scores(q_BGRTD, k_BGTD, queries, keys, scaling, window)
-            lse_BGRc1 = score_BGRcn.logsumexp(-1, keepdim=True)
-            prob_BGRcn = (score_BGRcn - lse_BGRc1).exp()
-            outputs.append(_product(prob_BGRcn.to(v_BGTD.dtype), v_BGTD[:, :, keys]))
-            lses.append(lse_BGRc1)
+            # divided by its sum after the product, so that the scores are read twice and not three times
+            top_BGRc1 = score_BGRcn.amax(-1, keepdim=True)
+            weight_BGRcn = (score_BGRcn - top_BGRc1).exp()
+            sum_BGRc1 = weight_BGRcn.sum(-1, keepdim=True)
+            output_BGRcD = _product(weight_BGRcn.to(v_BGTD.dtype), v_BGTD[:, :, keys])
+            outputs.append((_accurate(output_BGRcD) / sum_BGRc1).to(q_BHTD.dtype))
+            lses.append(sum_BGRc1.log() + top_BGRc1)
         out_BHTD = torch.cat(outputs, dim=3).flatten(1, 2)
         ctx.save_for_backward(q_BHTD, k_BGTD, v_BGTD, out_BHTD, torch.cat(lses, dim=3))
         ctx.settings = (scaling, window)

@@ -178,7 +178,7 @@ class ExecutionConfig:
 
     sync: Sync = setting(
         "phase",
-        "where XLA's lazy graph is cut: after every phase of the step, once per micro-batch, or once per optimizer step",
+        "where XLA's lazy graph is cut: after every phase of a step, once per micro-batch, or once per optimizer step",
     )
     gradient_checkpointing: Checkpointing = setting(
         "auto", "recompute each layer in backward instead of keeping its activations; auto: where they would not fit"

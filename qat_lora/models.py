@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from qat_lora.attention import causal_attention
 from qat_lora.errors import ModelError, OutputError
+from qat_lora.layers import Scan, ScannedLayers, why_unlike
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -172,6 +173,35 @@ def checkpoint_layers(model: nn.Module, checkpoint: Callable[..., Tensor]) -> No
         raise ModelError(f"{type(lm).__name__} has no gradient checkpointing; use --gradient-checkpointing off.")
     lm._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=checkpoint)
     lm.enable_input_require_grads()  # else a reentrant checkpoint of frozen inputs drops the gradients inside it
+
+
+def activation_bytes(model: nn.Module, tokens: int, compute: torch.dtype) -> int:
+    """About what backward keeps of `tokens` tokens without checkpointing, in bytes.
+
+    Per layer and token, in the compute dtype: residuals, norms and their inputs (8 H), queries, keys, values and
+    attention's output twice (4 heads * D), the MLP's products (5 I); and float32 copies for the norms and adapters
+    (half as much again).
+    """
+    config = causal_lm(model).config.get_text_config()
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    values = 8 * config.hidden_size + 4 * width + 5 * config.intermediate_size
+    return int(config.num_hidden_layers * tokens * values * compute.itemsize * 1.5)
+
+
+def scan_decoder(model: nn.Module, scan: Scan) -> None:
+    """Let `scan` run the decoder's layers, in place, once the model is quantised and adapted.
+
+    Names, state dict and peft's structure stay as they are: only the list that the trunk loops over is another class.
+    Raises ModelError where the layers are not alike.
+    """
+    lm = causal_lm(model)
+    layers = getattr(lm.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not len(layers):
+        raise ModelError(f"{type(lm.base_model).__name__} has no list of layers to scan; drop --scan-layers.")
+    if reason := why_unlike(list(layers), lm.config.get_text_config()):
+        raise ModelError(f"the decoder's layers cannot be scanned: {reason}; drop --scan-layers.")
+    lm.base_model.layers = ScannedLayers(layers, scan)
 
 
 def head_parts(model: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Callable[[Tensor], Tensor] | None]:

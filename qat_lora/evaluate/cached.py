@@ -33,13 +33,23 @@ def cached_kl(
     for batch in runtime.wrap_loader(batches):
         target = targets(batch, 1.0, manifest)
         mask_S = position_mask(batch["length"], batch["input_ids"].shape[1]).flatten()
-
-        def chunk_kl(logits_CV: Tensor, rows: slice, target: SparseTarget = target, mask_S: Tensor = mask_S) -> Tensor:
-            return sparse_kl(logits_CV, target.at(rows), mask_S[rows], temperature=1.0, support="full").total
-
         hidden_SH, head = hidden_and_head(model, batch["input_ids"], runtime)
-        total = total + chunked_head_loss(hidden_SH, head, chunk_kl, chunk_tokens=chunk_tokens)
+        total = total + chunked_head_loss(
+            hidden_SH,
+            head,
+            _chunk_kl,
+            (*target, mask_S),
+            chunk_tokens=chunk_tokens,
+            picked_ids_SJ=target.ids_SK if runtime.static_graph else None,
+            loop=runtime.loop,
+        )
         count = count + mask_S.sum()
         runtime.mark_step("evaluation")
     model.train(was_training)
     return (runtime.all_reduce_sum(total) / runtime.all_reduce_sum(count).clamp(min=1)).item()
+
+
+def _chunk_kl(
+    logits_CV: Tensor, ids_CK: Tensor, logprobs_CK: Tensor, mask_C: Tensor, picked: Tensor | None = None
+) -> Tensor:
+    return sparse_kl(logits_CV, SparseTarget(ids_CK, logprobs_CK), mask_C, temperature=1.0, picked_SK=picked).total

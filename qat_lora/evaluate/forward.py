@@ -11,7 +11,7 @@ from qat_lora.runtime import Runtime
 
 def placed(model: nn.Module, runtime: Runtime) -> nn.Module:
     """Put a model on the runtime's device, with the attention that is right there; in place."""
-    if runtime.chunked_attention:
+    if runtime.static_graph:
         models.use_chunked_attention(model)
     return runtime.place(model)
 

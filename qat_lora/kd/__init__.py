@@ -1,11 +1,10 @@
 """Knowledge distillation: the cache of the teacher's next-token distributions, and the losses against it."""
 
 from qat_lora.kd.format import CacheManifest, ShardRecord
+from qat_lora.kd.head import Head, chunked_head_loss
 from qat_lora.kd.losses import (
-    Head,
     LossSum,
     SparseTarget,
-    chunked_head_loss,
     hard_top1,
     kd_soft_ce,
     next_token_ce,

@@ -58,10 +58,6 @@ def _planes(bits: int) -> tuple[int, ...]:
     return PLANES[bits]
 
 
-def _shifts(width: int, like: Tensor) -> Tensor:
-    return torch.arange(0, 8, width, dtype=torch.uint8, device=like.device).view(1, -1, 1)
-
-
 def _pack_plane(values_OI: Tensor, width: int) -> Tensor:
     if width == 8:
         return values_OI.clone()
@@ -70,12 +66,14 @@ def _pack_plane(values_OI: Tensor, width: int) -> Tensor:
     length = packed_bytes_of_plane(columns, width)
     padded = values_OI.new_zeros(rows, fields * length)
     padded[:, :columns] = values_OI
-    shifted_OFP = padded.view(rows, fields, length) << _shifts(width, values_OI)
+    shifts_1F1 = torch.arange(0, 8, width, dtype=torch.uint8, device=values_OI.device).view(1, -1, 1)
+    shifted_OFP = padded.view(rows, fields, length) << shifts_1F1
     return shifted_OFP.sum(1, dtype=torch.uint8)  # the fields do not overlap, so the sum is their union
 
 
 def _unpack_plane(packed_OP: Tensor, width: int, columns: int) -> Tensor:
     if width == 8:
         return packed_OP
-    fields_OFP = (packed_OP.unsqueeze(1) >> _shifts(width, packed_OP)) & ((1 << width) - 1)
-    return fields_OFP.reshape(packed_OP.shape[0], -1)[:, :columns]
+    # Shifts by numbers: a shift by a tensor of shifts is a loop that the TPU's compiler does not come back from.
+    mask = (1 << width) - 1
+    return torch.cat([(packed_OP >> shift) & mask for shift in range(0, 8, width)], 1)[:, :columns]

@@ -8,6 +8,8 @@ Shapes: O out features, I in features, G groups along I (1 for one scale per row
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor, nn
 
@@ -70,5 +72,7 @@ class LowRankScale(nn.Module):
 
 def multiply_factors(a_OR: Tensor, b_RI: Tensor) -> Tensor:
     """A @ B in float32, whatever autocast says: the trained layer and the frozen one must agree."""
-    with torch.autocast(a_OR.device.type, enabled=False):
+    kind = a_OR.device.type
+    off = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else contextlib.nullcontext()
+    with off:  # the meta device has no autocast
         return a_OR.float() @ b_RI.float()

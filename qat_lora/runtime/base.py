@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from qat_lora.loops import Body, in_turn
 
 # Where the lazy graph may be cut: set-up, between the acts of a step, in an evaluation, in a cache build.
 Phase = Literal[
@@ -63,14 +64,15 @@ class Runtime(Protocol):
         device: where tensors live.
         rank: 0-based. world_size: 1 when alone; callers never branch on it.
         precision: see `Precision`.
-        chunked_attention: whether models should use `qat_lora.attention`, for want of a fused one.
+        static_graph: whether whole graphs are compiled ahead, without fused attention and with dear scatters: then
+            models use `qat_lora.attention`, and losses get their candidates' logits apart.
     """
 
     device: torch.device
     rank: int
     world_size: int
     precision: Precision
-    chunked_attention: bool
+    static_graph: bool
 
     def mark_step(self, phase: Phase) -> None:
         """Say that a phase is traced: XLA may cut its lazy graph here and run it; nothing elsewhere."""
@@ -96,13 +98,16 @@ class Runtime(Protocol):
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Clear the gradients: to None, or to zero tensors where the graph must not change. Also before step 0."""
 
+    def loop(self, body: Body, carry: list[Tensor], xs: list[Tensor], size: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Run `body` over parts of `size` rows (see `qat_lora.loops`), compiled once where graphs are compiled."""
+
     def checkpoint(self, layer: Callable[..., Tensor], *args: Any) -> Tensor:
         """Run a layer so that backward computes it again instead of keeping its activations."""
 
-    def scan(self, layers: nn.ModuleList, hidden_BTH: Tensor, shared: dict[str, Any], *, recompute: bool) -> Tensor:
+    def scan(self, layers: nn.ModuleList, hidden_BTH: Tensor, shared: dict[str, Any]) -> Tensor:
         """Run equal layers one after the other as one loop on the device, each called with `shared` as keywords.
 
-        With `recompute` backward keeps of each layer its input alone, as `checkpoint` does.
+        Backward keeps of each layer its input alone, as with `checkpoint`.
         """
 
     def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -119,6 +124,9 @@ class Runtime(Protocol):
 
     def log_later(self, fn: Callable[..., None], *tensors: Tensor) -> None:
         """Call fn with the tensors' values as floats, when reading them no longer stalls the device."""
+
+    def metrics(self) -> dict[str, float]:
+        """The device's own counters by name; none on the CPU."""
 
     def compiled(self) -> int:
         """How many graphs were compiled so far; 0 on eager devices."""
@@ -162,6 +170,10 @@ class Alone:
 
     def barrier(self, tag: str) -> None:
         """Nothing: nobody to wait for."""
+
+    def loop(self, body: Body, carry: list[Tensor], xs: list[Tensor], size: int) -> tuple[list[Tensor], list[Tensor]]:
+        """One part after the other."""
+        return in_turn(body, carry, xs, size)
 
     def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Move a batch to the device."""

@@ -20,6 +20,8 @@ from qat_lora.runtime.local import process_memory
 
 log = logging.getLogger(__name__)
 
+# PCI ids, as torch_xla knows them: v2/v3, v4, v5p, v5e, v6e and newer.
+_GOOGLE, _TPU_CHIPS = "0x1ae0", {"0x0027", "0x005e", "0x0056", "0x0062", "0x0063", "0x006f", "0x0076"}
 _HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -28,7 +30,15 @@ def is_tpu_available() -> bool:
     if importlib.util.find_spec("torch_xla") is None:
         return False
     chosen = os.environ.get("PJRT_DEVICE", "").upper()
-    return chosen == "TPU" or (not chosen and any(Path("/dev").glob("accel[0-9]*")))
+    return chosen == "TPU" or (not chosen and (any(Path("/dev").glob("accel[0-9]*")) or _has_google_chip()))
+
+
+def _has_google_chip() -> bool:
+    """Whether a TPU is on the PCI bus: v5e and newer show no /dev/accel, but a vfio device like any other."""
+    for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"):
+        if vendor.read_text().strip() == _GOOGLE and (vendor.parent / "device").read_text().strip() in _TPU_CHIPS:
+            return True
+    return False
 
 
 def detect_device_type() -> str:
@@ -66,16 +76,28 @@ def clear_memory(device: torch.device | str | None = None) -> None:
 
 
 def log_memory_usage(tag: str = "", device: torch.device | str | None = None) -> MemoryUse:
-    """Log the bytes in use, on CUDA those of the device, else of the process, and return them."""
+    """Log the bytes in use, on CUDA and TPU those of the device, else of the process, and return them."""
     kind = str(getattr(device, "type", device or detect_device_type())).split(":")[0]
     if kind == "cuda" and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         use = MemoryUse(total - free, torch.cuda.max_memory_allocated(), total)
     else:
-        use = process_memory()
+        use = (_xla_memory() if kind in ("xla", "tpu") else None) or process_memory()
     gib = 2**30
     log.info("memory %s used %.2f GiB, peak %.2f GiB (%s)", tag, use.used_bytes / gib, use.peak_bytes / gib, kind)
     return use
+
+
+def _xla_memory() -> MemoryUse | None:
+    xm = sys.modules.get("torch_xla.core.xla_model")
+    torch_xla = sys.modules.get("torch_xla")
+    if xm is None or torch_xla is None or not torch_xla._XLAC._xla_runtime_is_initialized():
+        return None
+    try:
+        use = xm.get_memory_info(torch_xla.device())
+    except RuntimeError:  # PJRT's CPU client counts nothing
+        return None
+    return MemoryUse(use["bytes_used"], use.get("peak_bytes_used", use["bytes_used"]), use["bytes_limit"])
 
 
 def enable_transparent_hugepages() -> bool:
@@ -90,6 +112,6 @@ def enable_transparent_hugepages() -> bool:
     try:
         _HUGEPAGES.write_text("always")
     except OSError:
-        log.warning("transparent hugepages are off; as root run: sh -c 'echo always > %s'", _HUGEPAGES)
+        log.warning("transparent hugepages are off, so the TPU starts slowly; run: sudo scripts/enable_hugepages.sh")
         return False
     return True

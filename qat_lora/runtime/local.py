@@ -21,7 +21,7 @@ from qat_lora.runtime.precision import precision_for
 class LocalRuntime(Alone):
     """`Runtime` for one local device; see `qat_lora.runtime.base.Runtime` for what each method promises."""
 
-    chunked_attention = False
+    static_graph = False
 
     def __init__(self, device_type: str, *, dtype: str = "auto", threads: int = 0) -> None:
         """Take the device; `dtype` is auto, fp32 or bf16, `threads` 0 leaves torch's own choice."""
@@ -57,7 +57,7 @@ class LocalRuntime(Alone):
         output: Tensor = checkpoint(layer, *args, use_reentrant=False)
         return output
 
-    def scan(self, layers: nn.ModuleList, hidden_BTH: Tensor, shared: dict[str, Any], *, recompute: bool) -> Tensor:
+    def scan(self, layers: nn.ModuleList, hidden_BTH: Tensor, shared: dict[str, Any]) -> Tensor:
         """Refused: an eager device compiles nothing that a loop would shorten."""
         raise ConfigError(f"scan_layers=True needs torch_xla, but the device is {self.device}; drop --scan-layers.")
 
@@ -75,6 +75,10 @@ class LocalRuntime(Alone):
     def log_later(self, fn: Callable[..., None], *tensors: Tensor) -> None:
         """Call at once: reading a value costs little here."""
         fn(*(t.item() for t in tensors))
+
+    def metrics(self) -> dict[str, float]:
+        """CUDA's allocator statistics."""
+        return dict(torch.cuda.memory_stats(self.device)) if self.device.type == "cuda" else {}
 
     def compiled(self) -> int:
         """0."""

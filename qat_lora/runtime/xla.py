@@ -21,12 +21,14 @@ from torch.utils._pytree import tree_map
 
 from qat_lora.config import Sync
 from qat_lora.files import write_atomically
+from qat_lora.loops import Body, in_turn
 from qat_lora.runtime.base import Alone, CompiledGraph, MemoryUse, Phase
 from qat_lora.runtime.device import enable_transparent_hugepages, is_tpu_available
 from qat_lora.runtime.diary import PhaseDiary
 from qat_lora.runtime.graphs import compile_log, cuts, parse_compilations
 from qat_lora.runtime.local import process_memory
 from qat_lora.runtime.precision import lower_frozen, precision_for
+from qat_lora.runtime.scan import Step, as_numbers, scan_layers
 
 CACHE_VARIABLE = "QAT_LORA_XLA_CACHE"
 _BATCHES_AHEAD = 4  # read and uploaded while the device works
@@ -48,7 +50,7 @@ def why_absent() -> str:
 class XlaRuntime(Alone):
     """`Runtime` for one XLA device; see `qat_lora.runtime.base.Runtime` for what each method promises."""
 
-    chunked_attention = True
+    static_graph = True
 
     def __init__(self, *, dtype: str = "auto", sync: Sync = "phase", cache_dir: Path | None = None) -> None:
         """Take the device that torch_xla offers.
@@ -124,9 +126,35 @@ class XlaRuntime(Alone):
         output: Tensor = checkpoint(layer, *args, use_reentrant=True)
         return output
 
-    def scan(self, layers: nn.ModuleList, hidden_BTH: Tensor, shared: dict[str, Any], *, recompute: bool) -> Tensor:
-        """torch_xla's scan over the layers."""
-        raise NotImplementedError
+    def loop(self, body: Body, carry: list[Tensor], xs: list[Tensor], size: int) -> tuple[list[Tensor], list[Tensor]]:
+        """A loop of the device over equal parts, as long as `size` or a little shorter; few rows are one part."""
+        rows = xs[0].shape[0]
+        part = next(length for length in range(min(size, rows), 0, -1) if rows % length == 0)
+        if part == rows or part < size // 4:  # a number of rows that does not divide well is traced part by part
+            return in_turn(body, carry, xs, size)
+        dtypes = [x.dtype for x in (*carry, *xs)]
+
+        def step(carry: Sequence[Tensor], x: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            given = [tensor.to(dtype) for tensor, dtype in zip((*carry, *x), dtypes, strict=True)]
+            last, outputs = body(given[: len(carry)], given[len(carry) :])
+            return as_numbers(last), as_numbers(outputs)
+
+        parts = [x.unflatten(0, (rows // part, part)) for x in as_numbers(xs)]
+        last, outputs = self._device_loop(step, as_numbers(carry), parts)
+        return last, [output.flatten(0, 1) for output in outputs]
+
+    def scan(self, layers: nn.ModuleList, hidden_BTH: Tensor, shared: dict[str, Any]) -> Tensor:
+        """A loop of the device; each layer's input is kept for backward and the rest computed again."""
+        return scan_layers(list(layers), hidden_BTH, shared, self._device_loop)
+
+    @torch.no_grad()
+    def _device_loop(
+        self, step: Step, carry: list[Tensor], xs: list[Tensor], *, reverse: bool = False
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        from torch_xla.experimental.scan import _scan_impl_flat  # `scan` around it traces through AOTAutograd
+
+        last, outputs = _scan_impl_flat(step, carry, xs, reverse=reverse)
+        return list(last), list(outputs)
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move a model to the device; `.to` alone would make other parameters and untie those that are tied."""
@@ -169,6 +197,15 @@ class XlaRuntime(Alone):
     def log_later(self, fn: Callable[..., None], *tensors: Tensor) -> None:
         """Call at the next step's end, at an evaluation, or before a save: the device is past the values by then."""
         self._later.append((fn, tensors))
+
+    def metrics(self) -> dict[str, float]:
+        """torch_xla's counters, and the totals of its timers and sizes."""
+        found = {name: float(self._metrics.counter_value(name)) for name in self._metrics.counter_names()}
+        for name in self._metrics.metric_names():
+            data = self._metrics.metric_data(name)
+            if data is not None:
+                found[f"{name}.count"], found[f"{name}.total"] = float(data[0]), float(data[1])
+        return found
 
     def compiled(self) -> int:
         """How many graphs were found neither in memory nor, where there is one, in the cache on disk."""

@@ -145,7 +145,7 @@ def leftovers(folder: Path) -> list[Path]:
 def remove_run(folder: Path, runtime: Runtime) -> None:
     """Remove what an earlier run left in a folder, so that nothing of it is taken for the new one's."""
     if runtime.rank == 0:
-        names = ("best.pt", "last.pt", "anchor.pt", "loss.csv", "loss.png", "run.json", "summary.json")
+        names = ("best.pt", "last.pt", "anchor.pt", "loss.csv", "loss.png", "run.json", "summary.json", "memory.jsonl")
         for path in (*numbered(folder), *(folder / name for name in names)):
             path.unlink(missing_ok=True)
 

@@ -20,6 +20,7 @@ from qat_lora.config import KDConfig
 from qat_lora.evaluate import hidden_and_head
 from qat_lora.kd import (
     CacheManifest,
+    SparseTarget,
     chunked_head_loss,
     hard_top1,
     label_mask,
@@ -32,7 +33,7 @@ from qat_lora.kd import (
 from qat_lora.runtime import Runtime
 
 Batch = dict[str, Tensor]
-ChunkLoss = Callable[[Tensor, slice], Tensor]
+ChunkLoss = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -127,37 +128,79 @@ class KDObjective:
         mask_S, label_mask_S = (mask.flatten() for mask in _masks(batch))
         labels_S = next_tokens(batch["input_ids"]).flatten()
 
-        def chunk_loss(logits_CV: Tensor, rows: slice) -> Tensor:
-            part = target.at(rows)
-            loss = sparse_kl(logits_CV, part, mask_S[rows], temperature=kd.temperature, support=kd.support).total
+        def chunk_loss(
+            logits_CV: Tensor,
+            ids_CK: Tensor,
+            logprobs_CK: Tensor,
+            mask_C: Tensor,
+            labels_C: Tensor,
+            label_mask_C: Tensor,
+            hard_weight: Tensor,
+            positions: Tensor,
+            labels: Tensor,
+            picked: Tensor | None = None,
+        ) -> Tensor:
+            part = SparseTarget(ids_CK, logprobs_CK)
+            picked_CK = None if picked is None else picked[:, : ids_CK.shape[1]]
+            loss = sparse_kl(
+                logits_CV, part, mask_C, temperature=kd.temperature, support=kd.support, picked_SK=picked_CK
+            ).total
             if kd.hard_weight:
-                loss = loss + hard_weight * hard_top1(logits_CV, part, mask_S[rows]).total
-            loss = loss / counts.positions
+                loss = loss + hard_weight * hard_top1(logits_CV, part, mask_C, picked_SK=picked_CK).total
+            loss = loss / positions
             if alpha:
-                ce = next_token_ce(logits_CV, labels_S[rows], label_mask_S[rows]).total
-                loss = (1.0 - alpha) * loss + alpha * ce / counts.labels
+                picked_C = None if picked is None else picked[:, -1]
+                ce = next_token_ce(logits_CV, labels_C, label_mask_C, picked_S=picked_C).total
+                loss = (1.0 - alpha) * loss + alpha * ce / labels
             return loss
 
-        return self._through_head(model, batch["input_ids"], chunk_loss)
+        rows = (*target, mask_S, labels_S, label_mask_S)
+        constants = (hard_weight, counts.positions, counts.labels)
+        picked_ids_SJ = torch.cat([target.ids_SK, labels_S[:, None]], dim=1) if alpha else target.ids_SK
+        return self._through_head(model, batch["input_ids"], chunk_loss, rows, constants, picked_ids_SJ)
 
     def _anchor_loss(self, model: nn.Module, part: Batch, counts: Counts) -> Tensor:
         assert self.anchor is not None
         target = targets(part, 1.0, self.anchor.manifest)
-        mask_S = _masks(part)[0].flatten()
 
-        def chunk_loss(logits_CV: Tensor, rows: slice) -> Tensor:
-            kl = sparse_kl(logits_CV, target.at(rows), mask_S[rows], temperature=1.0, support="full")
-            return kl.total / counts.anchors
+        def chunk_loss(
+            logits_CV: Tensor,
+            ids_CK: Tensor,
+            logprobs_CK: Tensor,
+            mask_C: Tensor,
+            anchors: Tensor,
+            picked: Tensor | None = None,
+        ) -> Tensor:
+            part = SparseTarget(ids_CK, logprobs_CK)
+            return sparse_kl(logits_CV, part, mask_C, temperature=1.0, picked_SK=picked).total / anchors
 
-        return self._through_head(model, part["input_ids"], chunk_loss)
+        rows = (*target, _masks(part)[0].flatten())
+        return self._through_head(model, part["input_ids"], chunk_loss, rows, (counts.anchors,), target.ids_SK)
 
     def _anchor_rows(self, batch: Batch, position: int) -> Batch:
         assert self.anchor is not None
         return self.anchor.rows(position, batch["input_ids"].shape[0], self.runtime)
 
-    def _through_head(self, model: nn.Module, ids_BT: Tensor, chunk_loss: ChunkLoss) -> Tensor:
+    def _through_head(
+        self,
+        model: nn.Module,
+        ids_BT: Tensor,
+        chunk_loss: ChunkLoss,
+        rows: tuple[Tensor, ...],
+        constants: tuple[Tensor, ...],
+        picked_ids_SJ: Tensor,
+    ) -> Tensor:
         hidden_SH, head = hidden_and_head(model, ids_BT, self.runtime)
-        return chunked_head_loss(hidden_SH, head, chunk_loss, chunk_tokens=self.kd.chunk_tokens)
+        return chunked_head_loss(
+            hidden_SH,
+            head,
+            chunk_loss,
+            rows,
+            chunk_tokens=self.kd.chunk_tokens,
+            constants=constants,
+            picked_ids_SJ=picked_ids_SJ if self.runtime.static_graph else None,
+            loop=self.runtime.loop,
+        )
 
 
 def _masks(batch: Batch) -> tuple[Tensor, Tensor]:

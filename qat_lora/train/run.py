@@ -40,9 +40,11 @@ from qat_lora.train.checkpoint import (
     student_checkpoint,
     versions,
 )
+from qat_lora.train.execution import autoscaled, lower_layers
 from qat_lora.train.graphs import RecompileHook
 from qat_lora.train.hooks import CheckpointHook, EvalHook, LogHook, LossLog, SpeedHook
 from qat_lora.train.loop import Hook, train
+from qat_lora.train.memory import MemoryHook
 from qat_lora.train.objective import Anchor, KDObjective
 from qat_lora.train.optim import build_optimizer
 from qat_lora.train.plot import write_loss_png
@@ -88,6 +90,7 @@ def run_qat(run: QatRun, runtime: Runtime, *, launch: Launch = "new", hooks: Seq
     """Train a quantised student against a cache; what does not fit raises a QatLoraError before the first step."""
     if run.checkpoint and launch == "from_scratch":
         raise ConfigError(f"--from-scratch contradicts --checkpoint {run.checkpoint}; drop one of them.")
+    run = autoscaled(run, runtime)
     inputs = _open(run, runtime, launch)
     model, start = inputs.loaded.model, inputs.resumed
     if start is None and run.checkpoint:
@@ -120,7 +123,7 @@ def run_recovery(
     resuming = launch == "resume" and last.exists()
     path = last if resuming else Path(run.checkpoint)
     start = load_checkpoint(path, kind=run.command if resuming else QatRun.command)
-    run = dataclasses.replace(run, model=run.model or start["identity"]["name"])
+    run = autoscaled(dataclasses.replace(run, model=run.model or start["identity"]["name"]), runtime)
     inputs = _open(run, runtime, launch)
     check_identity(start, inputs.loaded.identity, path)
     model = restored(inputs.loaded.model, start, path)
@@ -193,6 +196,7 @@ def _fit(
         log.warning("%s is at step %d of %d already: nothing to do", run.output, state.step, run.loop.max_steps)
         return RunResult(best, losses, state)
     manifest = inputs.dataset.manifest
+    lower_layers(stage.model, run.execution, runtime, tokens=run.loop.batch_size * manifest.seq_len)
     objective = KDObjective(run.kd, manifest, runtime, total_steps=run.loop.max_steps, anchor=anchor)
     watch = RecompileHook(runtime, max_recompiles=run.execution.max_recompiles)
     hooks = [*_hooks(run, runtime, inputs, stage, losses), speed, *extra_hooks, watch]
@@ -249,10 +253,12 @@ def _hooks(run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, stage: 
     def save(state: TrainState) -> None:
         save_numbered(content(state) | resume_state(state), run.output, state.step, loop.keep_last, runtime)
 
+    memory_path = run.output / "memory.jsonl"
     return [
         LogHook(losses, runtime, every=loop.log_every),
         EvalHook(evaluate, losses, save_best, runtime, every=loop.eval_every),
         CheckpointHook(save, every=loop.save_every),
+        MemoryHook(memory_path, runtime, level=run.execution.mem_debug, every=loop.log_every),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import logging
 import math
 
@@ -88,7 +89,7 @@ def evaluated(tmp_path, state, values: list[float]) -> tuple[EvalHook, list[int]
     losses = LossLog(tmp_path / "loss.csv")
     losses.open_at(0)
     series = iter(values)
-    hook = EvalHook(lambda: next(series), losses, lambda s: best.append(s.step), every=1)
+    hook = EvalHook(lambda: next(series), losses, lambda s: best.append(s.step), LocalRuntime("cpu"), every=1)
     hook.start(state)
     for step in range(1, len(values)):
         state.step = step
@@ -128,17 +129,34 @@ def test_the_evaluation_sees_the_moving_average(tmp_path, state) -> None:
     losses = LossLog(tmp_path / "loss.csv")
     losses.open_at(0)
     seen: list[float] = []
-    EvalHook(lambda: seen.append(state.trained["p"][0].item()) or 0.1, losses, lambda s: None, every=1).start(state)
+    runtime = LocalRuntime("cpu")
+    look = lambda: seen.append(state.trained["p"][0].item()) or 0.1  # noqa: E731
+    EvalHook(look, losses, lambda s: None, runtime, every=1).start(state)
     assert seen == [0.5]
     assert state.trained["p"][0].item() == 1.0
 
 
-def test_speed_counts_tokens_and_seconds_of_steps_alone(state) -> None:
-    hook = SpeedHook()
-    for step in (1, 2):
-        state.step = step
-        hook.after_step(state, info(step))
-    summary = hook.summary(state, LocalRuntime("cpu"))
-    assert (summary["steps"], summary["tokens"], summary["seconds_per_step"]) == (2, 200, 0.25)
-    assert summary["tokens_per_second"] == 400
+def test_speed_counts_tokens_and_seconds_of_steps_and_the_first_step_apart(state, caplog) -> None:
+    hook = SpeedHook(LocalRuntime("cpu"))
+    with caplog.at_level(logging.INFO):
+        for step, seconds in ((1, 30.0), (2, 0.25), (3, 0.25)):
+            state.step = step
+            hook.after_step(state, dataclasses.replace(info(step), seconds=seconds))
+    assert "a step takes 0.250 s, 400 tokens/s" in caplog.text
+    hook.end(state)
+    summary = hook.summary(state)
+    assert (summary["steps"], summary["tokens"], summary["first_step_seconds"]) == (3, 300, 30.0)
+    assert summary["seconds_per_step"] == pytest.approx(0.25, rel=0.01)
+    assert summary["tokens_per_second"] == pytest.approx(400, rel=0.01)
     assert summary["peak_bytes"] > 0
+
+
+def test_a_resumed_run_evaluates_before_its_first_step_and_records_nothing(tmp_path, state) -> None:
+    """So that a lazy device compiles the evaluation there, and not in the middle of the run."""
+    state.step, state.evaluated_step, state.last_kl = 4, 4, 0.25
+    losses, calls = LossLog(tmp_path / "loss.csv"), []
+    losses.open_at(4)
+    hook = EvalHook(lambda: calls.append(1) or 0.75, losses, lambda s: None, LocalRuntime("cpu"), every=1)
+    hook.start(state)
+    assert calls == [1]
+    assert (state.last_kl, state.evaluated_step, read(tmp_path / "loss.csv")) == (0.25, 4, [])

@@ -71,7 +71,7 @@ def test_the_objective_is_its_formula(kd, teacher_dir, other_teacher_dir, cache_
     objective = KDObjective(kd, dataset.manifest, runtime, total_steps=12, anchor=anchor)
     counts = objective.counts([batch], position=1)
     with torch.no_grad():
-        found = sum(loss.item() for loss in objective.losses(student, batch, counts, step=3, position=1))
+        found = sum(term.loss.item() for term in objective.losses(student, batch, counts, step=3, position=1))
 
     def logits(model: torch.nn.Module, ids: torch.Tensor) -> np.ndarray:
         with torch.no_grad():

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from qat_lora.config import OptimConfig
+from qat_lora.runtime import LocalRuntime
 from qat_lora.train.optim import build_optimizer, clip_gradients, lr_at, set_lr, swapped_in, update_ema
 from tests.tolerances import ONE_STEP_FLOAT32
 
@@ -89,7 +90,7 @@ def test_the_moving_average_follows_its_formula_and_swapping_is_undone_even_afte
     ema = {"p": torch.tensor([0.0])}
     update_ema(ema, {"p": p}, 0.75)
     assert ema["p"].item() == 0.25
-    with pytest.raises(RuntimeError), swapped_in(ema, {"p": p}):
+    with pytest.raises(RuntimeError), swapped_in(ema, {"p": p}, LocalRuntime("cpu")):
         assert p.item() == 0.25
         raise RuntimeError
     assert (p.item(), ema["p"].item()) == (1.0, 0.25)

@@ -1,0 +1,265 @@
+"""Trace the real training, evaluation and cache-building steps for XLA without running or even storing anything.
+
+Every tensor is a placeholder, so a model of any size takes seconds and no memory. `CaptureRuntime` is the XLA runtime
+of the package but for two things: a model is placed as placeholders, and where the graph is cut, it is written to a
+file as an HloModuleProto, and what it would have computed becomes placeholders too. Needs torch_xla; PJRT_DEVICE=CPU
+will do.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch_xla
+from torch import Tensor, nn
+from torch_xla.core.xla_builder import create_placeholder_tensor
+
+from qat_lora import adapters, models
+from qat_lora.config import AdapterConfig, ExecutionConfig, KDConfig, OptimConfig
+from qat_lora.evaluate import cached_kl, hidden_and_head, placed
+from qat_lora.kd import CacheManifest, topk_rows
+from qat_lora.presets import scheme
+from qat_lora.quant import freeze_codes, quantize_model
+from qat_lora.runtime.graphs import cuts
+from qat_lora.runtime.precision import lower_frozen, precision_for
+from qat_lora.runtime.xla import XlaRuntime
+from qat_lora.train.execution import lower_layers
+from qat_lora.train.objective import KDObjective
+from qat_lora.train.optim import build_optimizer
+from qat_lora.train.state import TrainState
+from qat_lora.train.step import train_step
+from qat_lora.train.student import trained_parameters
+
+_XLAC = torch_xla._XLAC
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is traced: `stage` is plain, qat, recovery, eval or cache; shapes are one micro-batch's."""
+
+    config: Any
+    stage: str
+    preset: str = "q4_g32"
+    batch_size: int = 4
+    seq_len: int = 1024
+    top_k: int = 128
+    accumulation_steps: int = 1
+    recovery_r: int = 8
+    dtype: str = "bf16"
+    kd: KDConfig = KDConfig()
+    execution: ExecutionConfig = ExecutionConfig()
+
+
+@dataclass(frozen=True)
+class Program:
+    """One graph of a step.
+
+    Attributes:
+        phase: where it was cut. path: its HloModuleProto. runs: how often it runs in one optimizer step.
+        resident_bytes: of everything alive on the device that it does not take in.
+    """
+
+    phase: str
+    path: Path
+    resident_bytes: int
+    runs: int = 1
+
+
+class CaptureRuntime(XlaRuntime):
+    """The XLA runtime, writing graphs down instead of running them."""
+
+    def __init__(self, folder: Path, *, dtype: str, sync: Any) -> None:
+        """Write programs into a folder; compute in `dtype` (bf16 or fp32), as on a TPU."""
+        super().__init__(dtype=dtype, sync=sync)
+        self.precision = precision_for("tpu", dtype)
+        self.programs: dict[str, Program] = {}
+        self._folder = folder
+        self._saved: list[weakref.ref[Tensor]] = []
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Make placeholders of a model on the meta device, ties kept."""
+        lower_frozen(model, self.precision.frozen)
+        placeholders: dict[int, Any] = {}
+        for module in model.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, x in tensors.items():
+                    if x is not None:
+                        placeholders.setdefault(id(x), (_like(x), x))  # x is held, or its id would be used again
+                        tensors[name] = placeholders[id(x)][0]
+        return model
+
+    def mark_step(self, phase: Any) -> None:
+        """Write down what is pending and forget how it would be computed."""
+        if not cuts(self.sync, phase):
+            return
+        live = {_XLAC._xla_get_tensor_id(x): x for x in self._live()}
+        tensors = list(live.values())
+        needed = _XLAC._check_tensor_need_materialization(tensors) if tensors else []
+        pending = [x for x, needs in zip(tensors, needed, strict=True) if needs]
+        if pending and phase != "set-up":
+            self._write(phase, pending, sum(_bytes(x) for x, needs in zip(tensors, needed, strict=True) if not needs))
+        for x in pending:
+            _XLAC._replace_xla_tensor(x, create_placeholder_tensor(x.shape, x.dtype))
+        self._saved.clear()
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Let autograd show the tensors that it keeps for backward; a real cut of the graph finds them by itself."""
+        with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda x: x):
+            yield
+
+    def _keep(self, x: Tensor) -> Tensor:
+        if x.device.type == "xla":
+            self._saved.append(weakref.ref(x))  # autograd holds what it packs, as long as it needs it
+        return x
+
+    def _live(self) -> Iterable[Tensor]:
+        gc.collect()
+        found = [x for x in gc.get_objects() if isinstance(x, Tensor) and x.device.type == "xla"]
+        saved = [x for x in (reference() for reference in self._saved) if x is not None]
+        return [*found, *saved, *(x.grad for x in found if x.is_leaf and x.grad is not None)]
+
+    def _write(self, phase: str, pending: list[Tensor], resident_bytes: int) -> None:
+        graph_hash = _XLAC._get_graph_hash(pending).hex()
+        if graph_hash in self.programs:
+            seen = self.programs[graph_hash]
+            self.programs[graph_hash] = Program(seen.phase, seen.path, seen.resident_bytes, seen.runs + 1)
+            return
+        path = self._folder / f"{len(self.programs):02d}_{phase.replace(' ', '_')}.hlo.pb"
+        path.write_bytes(_XLAC._get_xla_tensors_hlo_proto(pending))
+        _, inputs = _XLAC._get_tensors_xla_device_data_node(pending)
+        self.programs[graph_hash] = Program(phase, path, max(0, resident_bytes - sum(map(_bytes, inputs))))
+
+
+def trace(case: Case, folder: Path) -> list[Program]:
+    """Trace one optimizer step, or one batch of an evaluation or a cache build, and return its programs in order."""
+    folder.mkdir(parents=True, exist_ok=True)
+    runtime = CaptureRuntime(folder, dtype=case.dtype, sync=case.execution.sync)
+    _TRACERS[case.stage](case, runtime)
+    return list(runtime.programs.values())
+
+
+def _blank_model(config: Any) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model.tie_weights()
+    return model.eval().requires_grad_(False)
+
+
+def _student(case: Case) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+    model = _blank_model(case.config)
+    targets = models.target_linears(model)
+    quantize_model(model, scheme(case.preset), targets, search=False)
+    if case.stage == "qat":
+        trained_parameters(model, ("weights", "scales", "luts"))
+        return model, {}
+    freeze_codes(model)
+    return adapters.attach(model, targets, AdapterConfig(recovery_r=case.recovery_r), base_name="blank"), {}
+
+
+def _train(case: Case, runtime: CaptureRuntime) -> None:
+    model, _ = _student(case)
+    placed(model, runtime)
+    lower_layers(model, case.execution, runtime, tokens=case.batch_size * case.seq_len)
+    if case.stage == "qat":
+        weights, scales = trained_parameters(model, ("weights", "scales", "luts"))
+    else:
+        weights, scales = {name: p for name, p in model.named_parameters() if p.requires_grad}, {}
+    optim = OptimConfig()
+    state = TrainState(model, weights | scales, build_optimizer(weights.values(), scales.values(), optim))
+    objective = KDObjective(case.kd, _manifest(case), runtime, total_steps=100)
+    batches = [_batch(case) for _ in range(case.accumulation_steps)]
+    model.train()
+    runtime.zero_grad(state.optimizer)
+    runtime.mark_step("set-up")
+    with runtime.tracing():
+        train_step(state, batches, objective, optim, runtime)
+
+
+def _eval(case: Case, runtime: CaptureRuntime) -> None:
+    model, _ = _student(case)
+    placed(model, runtime)
+    runtime.mark_step("set-up")
+    batches = [_batch(case), _batch(case)]
+    runtime.wrap_loader = iter  # type: ignore[assignment,method-assign]  # placeholders need no loader
+    with _unread():
+        cached_kl(model, batches, _manifest(case), runtime=runtime, chunk_tokens=case.kd.chunk_tokens)
+
+
+def _cache(case: Case, runtime: CaptureRuntime) -> None:
+    model = placed(_blank_model(case.config), runtime)
+    batch = _batch(case)
+    with torch.no_grad():
+        hidden_SH, head = hidden_and_head(model, batch["input_ids"], runtime)
+        parts = [topk_rows(head(part), case.top_k, (1.0,)) for part in hidden_SH.split(case.kd.chunk_tokens)]
+        kept = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    del parts, hidden_SH
+    runtime.mark_step("cache")
+    del kept
+
+
+_TRACERS: dict[str, Callable[[Case, CaptureRuntime], None]] = {
+    "qat": _train,
+    "recovery": _train,
+    "eval": _eval,
+    "cache": _cache,
+}
+
+
+def _manifest(case: Case) -> CacheManifest:
+    return CacheManifest(
+        teacher="blank",
+        teacher_digest="",
+        tokenizer_digest="",
+        vocab_size=case.config.vocab_size,
+        seq_len=case.seq_len,
+        top_k=case.top_k,
+        rows=case.batch_size,
+        source="blank",
+        source_digest="",
+        temperatures=(case.kd.temperature,),
+        logprob_dtype="float16",
+        rows_per_shard=case.batch_size,
+    )
+
+
+def _batch(case: Case) -> dict[str, Tensor]:
+    rows = (case.batch_size, case.seq_len)
+    shapes = {
+        "input_ids": (rows, torch.int64),
+        "length": (rows[:1], torch.int64),
+        "topk_ids": ((*rows, case.top_k), torch.int64),
+        "topk_logprobs": ((*rows, case.top_k), torch.float32),
+        "lse": ((*rows, 1), torch.float32),
+        "tail": ((*rows, 1), torch.float32),
+    }
+    return {name: create_placeholder_tensor(shape, dtype) for name, (shape, dtype) in shapes.items()}
+
+
+@contextmanager
+def _unread() -> Iterator[None]:
+    """Let `item` of a placeholder be 0."""
+    item = Tensor.item
+    Tensor.item = lambda self: 0.0  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        Tensor.item = item  # type: ignore[method-assign]
+
+
+def _like(x: Tensor) -> Tensor:
+    blank = create_placeholder_tensor(x.shape, x.dtype)
+    return nn.Parameter(blank, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else blank
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()

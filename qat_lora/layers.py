@@ -1,0 +1,80 @@
+"""A decoder's list of layers that is run as one: whether its layers are alike, and the list itself.
+
+Knows nothing of transformers but that a trunk loops over a list of layers, sliced or not, and calls each with the
+hidden states and keywords.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+Scan: TypeAlias = Callable[[nn.ModuleList, Tensor, dict[str, Any]], Tensor]
+"""Runs layers one after another on hidden states, each with the same keywords."""
+
+_PLAIN = (int, float, bool, str, type(None), torch.dtype)
+_OF_NO_CONSEQUENCE = {"training", "layer_idx"}
+
+
+def why_unlike(layers: Sequence[nn.Module], config: Any) -> str:
+    """Say what makes one layer another computation than the first, or a draw of random numbers; empty if nothing."""
+    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+    if len(kinds) > 1:
+        return f"they attend in {len(kinds)} ways ({', '.join(kinds)})"
+    first = _signature(layers[0])
+    for index, layer in enumerate(layers):
+        other = _signature(layer)
+        for name in (*first, *other):
+            if first.get(name) != other.get(name):
+                return f"{name.rstrip(':') or 'the layer itself'} differs between layer 0 and layer {index}"
+        for name, module in layer.named_modules():
+            if isinstance(module, nn.Dropout) and module.p > 0:
+                return f"{name} drops out with p={module.p}, and backward would draw other numbers"
+    if getattr(config, "attention_dropout", 0.0):
+        return f"attention drops out with p={config.attention_dropout}"
+    return ""
+
+
+class ScannedLayers(nn.ModuleList):
+    """The same modules under the same names; a loop over all of them meets one callable that runs them all."""
+
+    def __init__(self, layers: nn.ModuleList, scan: Scan) -> None:
+        """Take over the layers of a list."""
+        super().__init__(layers)
+        self._scan = scan
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield what runs them all."""
+        return iter([self._run])
+
+    def __getitem__(self, index: Any) -> Any:
+        """A single layer, or, for all of them, a list of what runs them all."""
+        if isinstance(index, slice):
+            whole = index.indices(len(self)) == (0, len(self), 1)
+            return [self._run] if whole else list(self._modules.values())[index]
+        return super().__getitem__(index)
+
+    def _run(self, hidden_BTH: Tensor, **shared: Any) -> Tensor:
+        if shared.get("past_key_values") is None:
+            return self._scan(nn.ModuleList(self._modules.values()), hidden_BTH, shared)
+        for layer in self._modules.values():  # generation writes a cache per layer
+            hidden_BTH = layer(hidden_BTH, **shared)
+        return hidden_BTH
+
+
+def _signature(layer: nn.Module) -> dict[str, Any]:
+    """What a trace of the layer depends on: classes, settings, and shape and dtype of every tensor, by name."""
+    found: dict[str, Any] = {}
+    for name, module in layer.named_modules():
+        kept = {k: v for k, v in vars(module).items() if k not in _OF_NO_CONSEQUENCE and isinstance(v, _PLAIN)}
+        kept["scaling"] = getattr(module, "scaling", None)  # a number in attention, a dict in peft's layers
+        own_config = getattr(module, "config", None)
+        if own_config is not None and not hasattr(own_config, "layer_types"):
+            kept["config"] = own_config  # a LinearQuant
+        found[name] = (type(module), kept)
+    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        found[f"{name}:"] = (tensor.shape, tensor.dtype)
+    return found

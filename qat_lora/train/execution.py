@@ -1,0 +1,74 @@
+"""How a run's steps are executed: layers recomputed or looped over, and what `--tpu-autoscale` changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TypeVar
+
+from torch import nn
+
+from qat_lora import models
+from qat_lora.config import ExecutionConfig, QatRun, RecoveryRun
+from qat_lora.errors import ConfigError
+from qat_lora.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+Run = TypeVar("Run", QatRun, RecoveryRun)
+
+# Seconds that a v6e program takes to compile on two cores, forward and backward, see docs/TPU.md.
+_SECONDS_PER_LAYER = 15
+_SECONDS_SCANNED = 60
+
+
+def autoscaled(run: Run, runtime: Runtime) -> Run:
+    """Return the run with twice the batch and 1.2 times the learning rate, where that is asked for and means anything.
+
+    A TPU's matrix unit is idle at the batch sizes that suit a GPU of the same memory.
+    """
+    if not run.execution.tpu_autoscale:
+        return run
+    if not runtime.static_graph:
+        log.warning("--tpu-autoscale does nothing on %s", runtime.device)
+        return run
+    loop = dataclasses.replace(run.loop, batch_size=2 * run.loop.batch_size)
+    optim = dataclasses.replace(run.optim, lr=1.2 * run.optim.lr)
+    log.info(
+        "--tpu-autoscale: batch_size %d -> %d, lr %g -> %g",
+        run.loop.batch_size, loop.batch_size, run.optim.lr, optim.lr,
+    )  # fmt: skip
+    done = dataclasses.replace(run.execution, tpu_autoscale=False)  # what is saved is what was run
+    return dataclasses.replace(run, loop=loop, optim=optim, execution=done)
+
+
+def lower_layers(model: nn.Module, execution: ExecutionConfig, runtime: Runtime, *, tokens: int) -> None:
+    """Set how a model's layers run in training, in place, once it is quantised, adapted and placed.
+
+    `tokens` are those of one micro-batch on one device, by which ``auto`` decides.
+    """
+    depth = models.causal_lm(model).config.get_text_config().num_hidden_layers
+    if execution.scan_layers:
+        if execution.gradient_checkpointing == "off":
+            raise ConfigError(
+                "scan_layers=True recomputes each layer in backward, but gradient_checkpointing=off; drop one of them."
+            )
+        models.scan_decoder(model, runtime.scan)
+    elif execution.gradient_checkpointing == "on" or (
+        execution.gradient_checkpointing == "auto" and not _activations_fit(model, runtime, tokens)
+    ):
+        models.checkpoint_layers(model, runtime.checkpoint)
+    if runtime.static_graph:
+        seconds = _SECONDS_SCANNED if execution.scan_layers else _SECONDS_PER_LAYER * depth
+        log.info("%d layers: expect up to %d s of compiling on two host cores, less on more", depth, seconds)
+
+
+def _activations_fit(model: nn.Module, runtime: Runtime, tokens: int) -> bool:
+    """Whether the activations that backward would keep take less than half of what is free on the device."""
+    memory = runtime.memory()
+    needed = models.activation_bytes(model, tokens, runtime.precision.compute)
+    free = memory.total_bytes - memory.used_bytes
+    fits = memory.total_bytes == 0 or needed < free / 2
+    words = "kept" if fits else "recomputed in backward (--gradient-checkpointing off keeps them)"
+    log.info("activations of about %.2f GiB, %.2f GiB free: %s", needed / 2**30, free / 2**30, words)
+    return fits
