@@ -25,6 +25,7 @@ from qat_lora import adapters, models
 from qat_lora.config import AdapterConfig, ExecutionConfig, KDConfig, OptimConfig
 from qat_lora.evaluate import cached_kl, hidden_and_head, placed
 from qat_lora.kd import CacheManifest, topk_rows
+from qat_lora.loops import in_turn
 from qat_lora.presets import scheme
 from qat_lora.quant import freeze_codes, quantize_model
 from qat_lora.runtime.graphs import cuts
@@ -42,7 +43,10 @@ _XLAC = torch_xla._XLAC
 
 @dataclass(frozen=True)
 class Case:
-    """What is traced: `stage` is plain, qat, recovery, eval or cache; shapes are one micro-batch's."""
+    """What is traced: `stage` is qat, recovery, eval or cache; shapes are one micro-batch's.
+
+    `unrolled` traces loops turn by turn, for a cost analysis that counts the body of a loop once.
+    """
 
     config: Any
     stage: str
@@ -54,6 +58,7 @@ class Case:
     recovery_r: int = 8
     dtype: str = "bf16"
     kd: KDConfig = KDConfig()
+    unrolled: bool = False
     execution: ExecutionConfig = ExecutionConfig()
 
 
@@ -75,12 +80,14 @@ class Program:
 class CaptureRuntime(XlaRuntime):
     """The XLA runtime, writing graphs down instead of running them."""
 
-    def __init__(self, folder: Path, *, dtype: str, sync: Any) -> None:
+    def __init__(self, folder: Path, *, dtype: str, sync: Any, unrolled: bool) -> None:
         """Write programs into a folder; compute in `dtype` (bf16 or fp32), as on a TPU."""
         super().__init__(dtype=dtype, sync=sync)
         self.precision = precision_for("tpu", dtype)
         self.programs: dict[str, Program] = {}
         self._folder = folder
+        if unrolled:
+            self.loop = in_turn  # type: ignore[method-assign]
         self._saved: list[weakref.ref[Tensor]] = []
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -141,7 +148,7 @@ class CaptureRuntime(XlaRuntime):
 def trace(case: Case, folder: Path) -> list[Program]:
     """Trace one optimizer step, or one batch of an evaluation or a cache build, and return its programs in order."""
     folder.mkdir(parents=True, exist_ok=True)
-    runtime = CaptureRuntime(folder, dtype=case.dtype, sync=case.execution.sync)
+    runtime = CaptureRuntime(folder, dtype=case.dtype, sync=case.execution.sync, unrolled=case.unrolled)
     _TRACERS[case.stage](case, runtime)
     return list(runtime.programs.values())
 
