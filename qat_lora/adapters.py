@@ -36,6 +36,28 @@ def placement(targets: Mapping[str, str], config: AdapterConfig) -> list[str]:
     return chosen
 
 
+class _LoraLinear(nn.Linear):
+    """A or B of an adapter: a float32 weight, used in the dtype of the activations.
+
+    Peft would cast the activations to the weight's dtype instead, and backward keep a float32 copy of them per adapter.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] -> [..., out], in the dtype of the input."""
+        return nn.functional.linear(input, self.weight.to(input.dtype))
+
+
+def _in_activation_dtype(adapted: PeftModel) -> PeftModel:
+    from peft.tuners.lora import LoraLayer
+
+    for layer in adapted.modules():
+        if isinstance(layer, LoraLayer):
+            layer.cast_input_dtype_enabled = False
+            for linear in (*layer.lora_A.values(), *layer.lora_B.values()):
+                linear.__class__ = _LoraLinear
+    return adapted
+
+
 def attach(model: nn.Module, targets: Mapping[str, str], config: AdapterConfig, *, base_name: str) -> PeftModel:
     """Wrap a frozen student with fresh adapters; only they require gradients.
 
@@ -56,7 +78,7 @@ def attach(model: nn.Module, targets: Mapping[str, str], config: AdapterConfig, 
     with _rename_notice_ignored():
         adapted = get_peft_model(model, lora)
     adapted.peft_config["default"].base_model_name_or_path = base_name
-    return adapted
+    return _in_activation_dtype(adapted)
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -106,7 +128,7 @@ def load(model: nn.Module, folder: Path) -> PeftModel:
         raise CheckpointError(f"adapters cannot be read from {folder} ({reason}); export them again.") from None
     if odd := sorted(held ^ adapter_tensors(adapted).keys()):
         raise CheckpointError(f"adapters in {folder} do not fill their own placement ({odd[0]!r}); export them again.")
-    return adapted
+    return _in_activation_dtype(adapted)
 
 
 def merged(model: PeftModel) -> nn.Module:

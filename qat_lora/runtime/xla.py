@@ -112,11 +112,17 @@ class XlaRuntime(Alone):
         return contextlib.nullcontext()
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set the gradients to zero tensors."""
+        """Set the gradients to zero tensors; the first time, let all else be as after a step, too.
+
+        A tensor that was changed in place is traced otherwise than one that never was, and scalars that were uploaded
+        with equal values are one input until they are computed.
+        """
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
+                    for x in (p, *optimizer.state[p].values()):
+                        x.detach().mul_(1)
         optimizer.zero_grad(set_to_none=False)
 
     def checkpoint(self, layer: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -1,0 +1,166 @@
+"""Programs that the XLA tests run in processes of their own: torch_xla takes its device once, from the environment.
+
+python -m tests.runtime.programs NAME ARGUMENTS...        prints one line of JSON
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from qat_lora.config import ExecutionConfig, OptimConfig, PlaceConfig, RecoveryRun
+from qat_lora.runtime import Runtime, runtime_for
+from qat_lora.train.run import run_qat, run_recovery
+from tests.conftest import qat_run, recovery_run
+
+LOOP = {"max_steps": 30, "accumulation_steps": 2, "eval_every": 10, "save_every": 10, "log_every": 1}
+OPTIM = OptimConfig(lr=2e-3, warmup_steps=5, clip_norm=0.5)
+
+
+def recovery(cache: Path, output: Path, student: Path, sync: str = "phase", **loop) -> RecoveryRun:
+    return recovery_run(
+        cache, output, student, loop=LOOP | loop, optim=OPTIM, execution=ExecutionConfig(sync=sync, max_recompiles=0)
+    )
+
+
+def outcome(result, runtime: Runtime) -> dict:
+    state = result.state
+    return {
+        "losses": [row["loss"] for row in result.losses.rows if row["loss"] == row["loss"]],
+        "kl": [row["eval_kl"] for row in result.losses.rows if row["eval_kl"] == row["eval_kl"]],
+        "adapter": {name: p.detach().cpu().flatten().tolist() for name, p in state.trained.items()},
+        "summary": json.loads((result.best.parent / "summary.json").read_text()),
+        "graphs": [[g.phase, g.hash] for g in runtime.compilations()],
+    }
+
+
+def train(cache: str, folder: str, student: str, sync: str) -> dict:
+    """A whole recovery run on torch_xla's device."""
+    runtime = runtime_for(PlaceConfig(device="tpu", dtype="fp32"), sync=sync)
+    return outcome(run_recovery(recovery(Path(cache), Path(folder), Path(student), sync), runtime), runtime)
+
+
+def resume(cache: str, folder: str, student: str) -> dict:
+    """The run of `train`, cut off after 20 steps by an interruption and gone on with."""
+    runtime = runtime_for(PlaceConfig(device="tpu", dtype="fp32"))
+    run = recovery(Path(cache), Path(folder), Path(student))
+    return outcome(run_recovery(run, runtime, launch="resume"), runtime)
+
+
+def interrupt(cache: str, folder: str, student: str) -> dict:
+    """The first 20 steps of `train`, then an interruption."""
+
+    class Stop(Exception):
+        pass
+
+    class StopAt20:
+        every = 20
+
+        def start(self, state): ...
+
+        def after_step(self, state, info):
+            raise Stop
+
+        def end(self, state): ...
+
+    runtime = runtime_for(PlaceConfig(device="tpu", dtype="fp32"))
+    try:
+        run_recovery(recovery(Path(cache), Path(folder), Path(student)), runtime, hooks=[StopAt20()])
+    except Stop:
+        return {"steps": 20}
+    raise AssertionError("it was not interrupted")
+
+
+def both_stages(cache: str, folder: str) -> dict:
+    """QAT and recovery of a few steps, in bf16, with every way to run the layers; the held-out KLs."""
+    runtime = runtime_for(PlaceConfig(device="tpu", dtype="bf16"))
+    found = {}
+    for name, execution in {
+        "kept": ExecutionConfig(gradient_checkpointing="off"),
+        "recomputed": ExecutionConfig(gradient_checkpointing="on"),
+        "scanned": ExecutionConfig(scan_layers=True),
+    }.items():
+        execution = replace(execution, max_recompiles=0)
+        qat = run_qat(qat_run(Path(cache), Path(folder) / name / "qat", execution=execution), runtime)
+        recovered = run_recovery(
+            recovery_run(Path(cache), Path(folder) / name / "rec", qat.best, execution=execution), runtime
+        )
+        found[name] = [qat.state.first_kl, qat.state.last_kl, recovered.state.last_kl]
+        model = recovered.state.model.get_base_model()
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert str(model.lm_head.weight.dtype) == "torch.bfloat16"
+        assert {str(p.dtype) for p in recovered.state.trained.values()} == {"torch.float32"}
+        assert {str(p.dtype) for p in qat.state.trained.values()} == {"torch.float32"}
+    return found
+
+
+def training_hlo(folder: str) -> dict:
+    """Shapes in the HLO of one whole training step, one graph, of a model with a vocabulary of 32,003 tokens."""
+    import math
+    import re
+
+    import torch
+    import torch_xla
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from qat_lora import adapters, models
+    from qat_lora.config import AdapterConfig, KDConfig
+    from qat_lora.evaluate import placed
+    from qat_lora.kd import CacheManifest
+    from qat_lora.presets import scheme
+    from qat_lora.quant import freeze_codes, quantize_model
+    from qat_lora.train.objective import KDObjective
+    from qat_lora.train.optim import build_optimizer
+    from qat_lora.train.state import TrainState
+    from qat_lora.train.step import train_step
+
+    rows, length, vocab, top_k = 2, 64, 32003, 8
+    runtime = runtime_for(PlaceConfig(device="tpu", dtype="fp32"), sync="optimizer")
+    config = Qwen3Config(
+        vocab_size=vocab, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, intermediate_size=48, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).eval().requires_grad_(False)
+    targets = models.target_linears(model)
+    quantize_model(model, scheme("q4_g32"), targets)
+    freeze_codes(model)
+    model = placed(adapters.attach(model, targets, AdapterConfig(), base_name="blank"), runtime)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    state = TrainState(model, trained, build_optimizer(trained.values(), [], OPTIM))
+    manifest = CacheManifest(
+        teacher="", teacher_digest="", tokenizer_digest="", vocab_size=vocab, seq_len=length, top_k=top_k, rows=rows,
+        source="", source_digest="", temperatures=(1.0,), logprob_dtype="float32", rows_per_shard=rows,
+    )  # fmt: skip
+    objective = KDObjective(KDConfig(chunk_tokens=16, ce_alpha=0.1, hard_weight=0.1), manifest, runtime, total_steps=9)
+    logprobs = torch.log_softmax(torch.randn(rows, length, top_k + 1), -1)[..., :top_k]
+    batch = {
+        "input_ids": torch.randint(vocab, (rows, length)),
+        "length": torch.full((rows,), length),
+        "topk_ids": torch.randint(vocab, (rows, length, top_k)),
+        "topk_logprobs": logprobs,
+        "lse": torch.zeros(rows, length, 1),
+        "tail": 1 - logprobs.exp().sum(-1, keepdim=True),
+    }
+    runtime.zero_grad(state.optimizer)
+    runtime.mark_step("set-up")
+    batch = runtime.to_device(batch)
+    model.train()
+    texts = []
+
+    def capture(phase: str) -> None:
+        if phase == "optimizer":
+            outputs = [*trained.values(), *(x for s in state.optimizer.state.values() for x in s.values())]
+            texts.append(torch_xla._XLAC._get_xla_tensors_hlo(outputs))
+
+    runtime.mark_step = capture
+    train_step(state, [batch], objective, OPTIM, runtime)
+    (text,) = texts
+    shapes = sorted(set(re.findall(r"(?:f32|bf16|f16|pred|s64|s32)\[[\d,]+\]", text)))
+    large = [s for s in shapes if math.prod(map(int, s.split("[")[1][:-1].split(","))) >= rows * length * vocab // 2]
+    return {"large": large, "chunk": f"f32[16,{vocab}]" in shapes, "whiles": text.count(" while(")}
+
+
+if __name__ == "__main__":
+    print(json.dumps(globals()[sys.argv[1]](*sys.argv[2:])))
