@@ -288,7 +288,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     many: dict[str, Any] = {"nargs": "+"}
     parser.add_argument("--model", default="qwen3-0.6b", help="qwen3-0.6b, or a folder with a config.json")
-    stages = ["qat", "recovery", "eval", "cache"]
+    stages = ["qat", "recovery", "eval", "fidelity", "cache"]
     parser.add_argument("--stage", choices=stages, default=["recovery", "qat"], **many)
     parser.add_argument("--preset", default=["q4_g32"], **many)
     parser.add_argument("--gradient-checkpointing", choices=["on", "off"], default=["on"], **many)

@@ -23,8 +23,9 @@ from torch_xla.core.xla_builder import create_placeholder_tensor
 
 from qat_lora import adapters, models
 from qat_lora.config import AdapterConfig, ExecutionConfig, KDConfig, OptimConfig
-from qat_lora.evaluate import cached_kl, hidden_and_head, placed
-from qat_lora.kd import CacheManifest, topk_rows
+from qat_lora.evaluate import Windows, cached_kl, hidden_and_head, measure, placed
+from qat_lora.kd import CacheManifest, Head
+from qat_lora.kd.teacher import stored_of
 from qat_lora.loops import in_turn
 from qat_lora.presets import scheme
 from qat_lora.quant import freeze_codes, quantize_model
@@ -43,7 +44,7 @@ _XLAC = torch_xla._XLAC
 
 @dataclass(frozen=True)
 class Case:
-    """What is traced: `stage` is qat, recovery, eval or cache; shapes are one micro-batch's.
+    """What is traced: `stage` is qat, recovery, eval, fidelity or cache; shapes are one micro-batch's.
 
     `unrolled` traces loops turn by turn, for a cost analysis that counts the body of a loop once.
     """
@@ -202,14 +203,25 @@ def _eval(case: Case, runtime: CaptureRuntime) -> None:
         cached_kl(model, batches, _manifest(case), runtime=runtime, chunk_tokens=case.kd.chunk_tokens)
 
 
+def _fidelity(case: Case, runtime: CaptureRuntime) -> None:
+    student, _ = _student(case)
+    teacher = _blank_model(case.config)
+    for model in (student, teacher):
+        placed(model, runtime)
+    runtime.to_device = lambda batch: {k: create_placeholder_tensor(x.shape, x.dtype) for k, x in batch.items()}  # type: ignore[method-assign]
+    ids = torch.zeros(case.batch_size, case.seq_len, dtype=torch.long)
+    with _unread():
+        measure(student, teacher, Windows(ids, ids == 0), batch_size=case.batch_size, runtime=runtime)
+
+
 def _cache(case: Case, runtime: CaptureRuntime) -> None:
     model = placed(_blank_model(case.config), runtime)
-    batch = _batch(case)
+    head = Head(*models.head_parts(model, runtime.precision.compute))
+    ids_BT = _batch(case)["input_ids"]
     with torch.no_grad():
-        hidden_SH, head = hidden_and_head(model, batch["input_ids"], runtime)
-        parts = [topk_rows(head(part), case.top_k, (1.0,)) for part in hidden_SH.split(case.kd.chunk_tokens)]
-        kept = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    del parts, hidden_SH
+        hidden_BTH = hidden_and_head(model, ids_BT, runtime)[0].unflatten(0, ids_BT.shape)
+        kept = stored_of(hidden_BTH, head, _manifest(case), case.kd.chunk_tokens)
+    del hidden_BTH
     runtime.mark_step("cache")
     del kept
 
@@ -218,6 +230,7 @@ _TRACERS: dict[str, Callable[[Case, CaptureRuntime], None]] = {
     "qat": _train,
     "recovery": _train,
     "eval": _eval,
+    "fidelity": _fidelity,
     "cache": _cache,
 }
 
@@ -254,13 +267,14 @@ def _batch(case: Case) -> dict[str, Tensor]:
 
 @contextmanager
 def _unread() -> Iterator[None]:
-    """Let `item` of a placeholder be 0."""
-    item = Tensor.item
+    """Let a placeholder that is read be 0."""
+    item, cpu = Tensor.item, Tensor.cpu
     Tensor.item = lambda self: 0.0  # type: ignore[assignment,method-assign]
+    Tensor.cpu = lambda self: torch.zeros(self.shape, dtype=self.dtype)  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
-        Tensor.item = item  # type: ignore[method-assign]
+        Tensor.item, Tensor.cpu = item, cpu  # type: ignore[method-assign]
 
 
 def _like(x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from qat_lora.attention import causal_attention
 from qat_lora.errors import ModelError, OutputError
 from qat_lora.layers import Scan, ScannedLayers, why_unlike
+from qat_lora.norms import rms_norm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -151,6 +153,33 @@ def use_chunked_attention(model: nn.Module) -> None:
     lm.set_attn_implementation(_CHUNKED)
     if lm.config.get_text_config()._attn_implementation != _CHUNKED:
         raise ModelError(f"{type(lm).__name__} does not let its attention be replaced, which XLA needs; use --device.")
+
+
+def use_lean_norms(model: nn.Module) -> None:
+    """Let the model's RMS norms be `qat_lora.norms`, in place, where they are the same function; leave the others."""
+    known: dict[type, bool] = {}
+    for module in model.modules():
+        kind = type(module)
+        if kind not in known:
+            known[kind] = kind.__name__.endswith("RMSNorm") and _is_plain_rms_norm(kind)
+        if known[kind]:
+            module.forward = MethodType(_lean_norm, module)
+
+
+def _lean_norm(module: Any, x: Tensor) -> Tensor:
+    return rms_norm(x, module.weight, module.variance_epsilon)
+
+
+def _is_plain_rms_norm(kind: type) -> bool:
+    """Whether a class of norms, tried on a small input, does what `rms_norm` does, bit for bit."""
+    try:
+        with torch.device("cpu"), torch.no_grad():
+            norm: Any = kind(8, eps=0.01)
+            norm.weight.copy_(torch.linspace(-1.0, 2.0, 8))
+            x = torch.linspace(-3.0, 5.0, 24).view(3, 8)
+            return torch.equal(norm(x), rms_norm(x, norm.weight, norm.variance_epsilon))
+    except (TypeError, AttributeError):
+        return False
 
 
 def _chunked_attention(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from qat_lora.errors import DataError
 from qat_lora.evaluate.forward import hidden_and_head
 from qat_lora.evaluate.windows import Windows
-from qat_lora.kd import next_tokens
+from qat_lora.kd import Head, next_tokens
 from qat_lora.runtime import Runtime
 
 CHUNK_TOKENS = 512
@@ -101,20 +101,25 @@ def _batch_sums(
     student: nn.Module, teacher: nn.Module | None, ids_BT: Tensor, counted_BT: Tensor, runtime: Runtime
 ) -> Tensor:
     """Sums of negative log-likelihood, KL and agreement over one batch: [3] float64 on the CPU."""
-    weight_S, next_S = counted_BT.flatten().double(), next_tokens(ids_BT).flatten()
-    ours_SH, our_head = hidden_and_head(student, ids_BT, runtime)
-    live = teacher is not None and teacher is not student
-    theirs_SH, their_head = (
-        (ours_SH, our_head) if teacher is None or teacher is student else hidden_and_head(teacher, ids_BT, runtime)
-    )
+    different = [student] if teacher is None or teacher is student else [student, teacher]
+    used = [hidden_and_head(model, ids_BT, runtime) for model in different]
+    # what stays the same goes round with the sums, as a loop of the device needs it
+    same = [x for _, head in used for x in (head.weight_VH, head.bias_V) if x is not None]
+
+    def body(carry: list[Tensor], part: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        (next_C, weight_C, *hiddens), rest = part, list(carry[1:])
+        log_probs = []
+        for (_, head), hidden_CH in zip(used, hiddens, strict=True):
+            weight_VH, bias_V = rest.pop(0), None if head.bias_V is None else rest.pop(0)
+            log_probs.append(Head(weight_VH, bias_V, head.transform)(hidden_CH).float().log_softmax(-1))
+        logq_CV, logp_CV = log_probs[0], log_probs[-1]
+        nll_C = -logq_CV.gather(1, next_C[:, None]).squeeze(1)
+        kl_C = (logp_CV.exp() * (logp_CV - logq_CV)).sum(-1)
+        same_C = logp_CV.argmax(-1) == logq_CV.argmax(-1)
+        return [carry[0] + (torch.stack([nll_C, kl_C, same_C]).double() * weight_C).sum(-1), *carry[1:]], []
+
     sums = torch.zeros(3, dtype=torch.float64, device=ids_BT.device)
-    for begin in range(0, ours_SH.shape[0], CHUNK_TOKENS):
-        part = slice(begin, begin + CHUNK_TOKENS)
-        logq_SV = our_head(ours_SH[part]).float().log_softmax(-1)
-        logp_SV = their_head(theirs_SH[part]).float().log_softmax(-1) if live else logq_SV
-        nll_S = -logq_SV.gather(1, next_S[part, None]).squeeze(1)
-        kl_S = (logp_SV.exp() * (logp_SV - logq_SV)).sum(-1)
-        same_S = logp_SV.argmax(-1) == logq_SV.argmax(-1)
-        sums += (torch.stack([nll_S, kl_S, same_S]).double() * weight_S[part]).sum(-1)
+    rows = [next_tokens(ids_BT).flatten(), counted_BT.flatten().double(), *(hidden for hidden, _ in used)]
+    sums = runtime.loop(body, [sums, *same], rows, CHUNK_TOKENS)[0][0]
     runtime.mark_step("evaluation")
     return sums.cpu()

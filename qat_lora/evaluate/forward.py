@@ -10,9 +10,10 @@ from qat_lora.runtime import Runtime
 
 
 def placed(model: nn.Module, runtime: Runtime) -> nn.Module:
-    """Put a model on the runtime's device, with the attention that is right there; in place."""
+    """Put a model on the runtime's device, with the attention and the norms that are right there; in place."""
     if runtime.static_graph:
         models.use_chunked_attention(model)
+        models.use_lean_norms(model)
     return runtime.place(model)
 
 

@@ -105,7 +105,7 @@ def build_cache(
         for first in range(0, len(rows), batch_size):
             batch = slice(first, min(first + batch_size, len(rows)))
             ids_BT = _batch(arrays["input_ids"][batch], batch_size).to(device)
-            stored = _stored(hidden_fn(ids_BT), head, manifest, chunk_tokens)
+            stored = stored_of(hidden_fn(ids_BT), head, manifest, chunk_tokens)
             mark_step()
             for name, x_S in stored.items():
                 # The only host read of the loop: results go to the array that becomes the shard.
@@ -124,7 +124,7 @@ def _batch(input_ids_BT: np.ndarray[Any, Any], batch_size: int) -> Tensor:
     return torch.from_numpy(input_ids_BT.astype(np.int64))
 
 
-def _stored(
+def stored_of(
     hidden_BTH: Tensor, head: Callable[[Tensor], Tensor], manifest: CacheManifest, chunk_tokens: int
 ) -> dict[str, Tensor]:
     """What is stored of a batch, [B * T, ...] on its device."""

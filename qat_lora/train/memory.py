@@ -1,5 +1,6 @@
-"""`--mem-debug`: what is in memory and why, as JSON lines. It reads shapes and counters, never a value, so it neither
-stalls a device nor makes it compile anything.
+"""`--mem-debug`: what is in memory and why, as JSON lines.
+
+It reads shapes and counters, never a value, so it neither stalls a device nor makes it compile anything.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ _LARGEST = 10
 
 
 class MemoryHook:
-    """Writes one line per call: ``basic`` bytes in use; and with each level more, ``tensors`` every tensor that Python
-    holds, ``metrics`` the device's own counters, ``hlo`` what each compiled graph takes.
+    """Writes one line per call.
+
+    ``basic``: bytes in use. Each level adds something: ``tensors`` every tensor that Python holds, ``metrics`` the
+    device's own counters, ``hlo`` what each compiled graph takes.
     """
 
     def __init__(self, path: Path, runtime: Runtime, *, level: MemDebug, every: int) -> None:

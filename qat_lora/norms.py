@@ -1,0 +1,43 @@
+"""RMS normalisation that keeps its input for backward, and no float32 copy of it.
+
+    n = x / sqrt(mean(x^2) + eps),  y = w * n
+    dx = (g w - n * mean(g w n)) / sqrt(mean(x^2) + eps),  dw = sum of g n
+
+Computed in float32, like transformers' own, which leaves it to autograd and so keeps x and n in float32: where
+activations are bf16 and kept, that is four times the bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    """Normalise over the last dimension: ``[..., H]`` of any float dtype -> the same, in that dtype."""
+    output: Tensor = _RmsNorm.apply(x, weight_H, eps)
+    return output
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.float32)
+        inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight_H, inverse)
+        return weight_H * (wide * inverse).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_H, inverse = ctx.saved_tensors
+        normal = x.to(torch.float32) * inverse
+        grad_normal = (grads[0] * weight_H).to(torch.float32)
+        grad_x = (grad_normal - normal * (grad_normal * normal).mean(-1, keepdim=True)) * inverse
+        grad_weight_H = None
+        if ctx.needs_input_grad[1]:
+            grad_weight_H = (grads[0] * normal.to(x.dtype)).flatten(0, -2).sum(0)
+        return grad_x.to(x.dtype), grad_weight_H, None
