@@ -6,11 +6,20 @@ DEMO_ARGS ?=
 # torch_xla has wheels for Linux on x86-64 alone; elsewhere its half of the tests is left out, and said to be.
 HAS_XLA := $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m))
 
-.PHONY: demo test lint test-torch test-xla proof bench venv venv-xla teacher clean
+.PHONY: demo test lint test-torch test-xla proof bench venv venv-xla venv-tpu test-tpu teacher clean
 .DEFAULT_GOAL := demo
 
+# DEVICE=xla: torch_xla's device, a TPU where there is one, else the CPU by way of PJRT.
+DEVICE ?= auto
+PJRT := $(or $(PJRT_DEVICE),$(if $(wildcard /dev/accel0 /dev/vfio/0),TPU,CPU))
+
+ifeq ($(DEVICE),xla)
+demo: venv-xla
+	PJRT_DEVICE=$(PJRT) .venv-xla/bin/qat-lora demo --device tpu $(DEMO_ARGS)
+else
 demo: venv  ## all five steps on the embedded teacher, under five minutes on two cores
-	.venv/bin/qat-lora demo $(DEMO_ARGS)
+	.venv/bin/qat-lora demo --device $(DEVICE) $(DEMO_ARGS)
+endif
 
 test: lint test-torch $(if $(HAS_XLA),test-xla,test-xla-absent)  ## everything: linters, types, the suite on both torch versions
 
@@ -24,6 +33,9 @@ test-torch: venv
 
 test-xla: venv-xla  ## the same suite on torch 2.9 with torch_xla, on its CPU device
 	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest $(PYTEST_ARGS)
+
+test-tpu: venv-xla venv-tpu  ## every kind of step, compiled for a v6e by libtpu; nothing is run
+	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -m tpu_compiler tests/test_tpu_compile.py
 
 test-xla-absent:
 	@echo "torch_xla has no wheel for this platform: the suite ran on $(TORCH) only"
@@ -39,6 +51,7 @@ teacher: venv  ## make the embedded teacher anew (about an hour)
 
 venv: .venv/.ready
 venv-xla: .venv-xla/.ready
+venv-tpu: .venv-tpu/.ready
 
 # torch comes first and by version, so that every machine tests the same one.
 .venv/.ready: pyproject.toml constraints.txt
@@ -52,5 +65,11 @@ venv-xla: .venv-xla/.ready
 	.venv-xla/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[xla,dev]"
 	@touch $@
 
+# libtpu compiles for a TPU on a machine without one; benchmarks/tpu_compile.py makes the same by itself.
+.venv-tpu/.ready:
+	$(PYTHON) -m venv .venv-tpu
+	.venv-tpu/bin/pip install --quiet --disable-pip-version-check "jax[tpu]==0.10.2" "libtpu==0.0.42.1"
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-xla build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-xla .venv-tpu build *.egg-info .pytest_cache .mypy_cache .ruff_cache
