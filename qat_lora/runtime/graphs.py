@@ -6,6 +6,7 @@ compilation, at no cost to a step that compiles nothing.
 
 from __future__ import annotations
 
+import atexit
 import re
 import tempfile
 from collections.abc import MutableMapping
@@ -51,7 +52,9 @@ def compile_log(environment: MutableMapping[str, str]) -> Path | None:
         return None
     with tempfile.NamedTemporaryFile(prefix="qat_lora_compilations_", suffix=".txt", delete=False) as file:
         environment[_LEVEL], environment[_FILE] = "1", file.name
-    return Path(environment[_FILE])
+    path = Path(environment[_FILE])
+    atexit.register(path.unlink, missing_ok=True)
+    return path
 
 
 def parse_compilations(text: str) -> list[CompiledGraph]:

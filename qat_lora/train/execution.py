@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 Run = TypeVar("Run", QatRun, RecoveryRun)
 
 # Seconds that a v6e program takes to compile on two cores, forward and backward, see docs/TPU.md.
-_SECONDS_PER_LAYER = 15
+_SECONDS_PER_LAYER = 6
 _SECONDS_SCANNED = 60
 
 
@@ -49,6 +49,10 @@ def lower_layers(model: nn.Module, execution: ExecutionConfig, runtime: Runtime,
     """
     depth = models.causal_lm(model).config.get_text_config().num_hidden_layers
     if execution.scan_layers:
+        if not runtime.static_graph:
+            raise ConfigError(
+                f"scan_layers=True needs torch_xla, but the device is {runtime.device}; drop --scan-layers."
+            )
         if execution.gradient_checkpointing == "off":
             raise ConfigError(
                 "scan_layers=True recomputes each layer in backward, but gradient_checkpointing=off; drop one of them."
