@@ -179,7 +179,9 @@ def _open(run: QatRun | RecoveryRun, runtime: Runtime, launch: Launch) -> _Input
 def _fit(
     run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, stage: _Stage, extra_hooks: Sequence[Hook]
 ) -> RunResult:
-    if inputs.resumed is None:
+    manifest = inputs.dataset.manifest
+    lower_layers(stage.model, run.execution, runtime, tokens=run.loop.batch_size * manifest.seq_len)
+    if inputs.resumed is None:  # after all that may refuse the run
         remove_run(run.output, runtime)
     optimizer = build_optimizer(stage.weights.values(), stage.scales.values(), run.optim)
     state = TrainState(stage.model, stage.weights | stage.scales, optimizer)
@@ -195,8 +197,6 @@ def _fit(
         losses.open_at(state.step)
         log.warning("%s is at step %d of %d already: nothing to do", run.output, state.step, run.loop.max_steps)
         return RunResult(best, losses, state)
-    manifest = inputs.dataset.manifest
-    lower_layers(stage.model, run.execution, runtime, tokens=run.loop.batch_size * manifest.seq_len)
     objective = KDObjective(run.kd, manifest, runtime, total_steps=run.loop.max_steps, anchor=anchor)
     watch = RecompileHook(runtime, max_recompiles=run.execution.max_recompiles)
     hooks = [*_hooks(run, runtime, inputs, stage, losses), speed, *extra_hooks, watch]
