@@ -1,4 +1,4 @@
-"""Choosing a device, and the public words about devices, on a machine that has a CPU alone."""
+"""Choosing a device, the public words about devices, and what each computes in, on a machine that has a CPU alone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import torch
 import qat_lora
 from qat_lora.config import PlaceConfig
 from qat_lora.errors import DeviceError
+from qat_lora.presets import scheme
+from qat_lora.quant import CodedLinear, QuantLinear, freeze_codes, quantize_model
 from qat_lora.runtime import LocalRuntime, runtime_for
 from qat_lora.runtime.local import process_memory
+from qat_lora.runtime.precision import lower_frozen, precision_for
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
@@ -92,3 +95,97 @@ def test_saving_is_whole_or_not_at_all(tmp_path) -> None:
         runtime.save({"x": lambda: None}, tmp_path / "deep" / "a.pt")
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["a.pt"]
     assert torch.equal(torch.load(tmp_path / "deep" / "a.pt", weights_only=True)["x"], torch.ones(2))
+
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "compute", "frozen"),
+    [
+        ("cpu", "auto", FP32, FP32),
+        ("cpu", "bf16", BF16, FP32),
+        ("cuda", "auto", BF16, FP32),
+        ("cuda", "fp32", FP32, FP32),
+        ("mps", "auto", FP32, FP32),
+        ("tpu", "auto", BF16, BF16),
+        ("tpu", "fp32", FP32, FP32),
+        ("xla", "auto", FP32, FP32),
+        ("xla", "bf16", BF16, BF16),
+    ],
+)
+def test_bf16_is_native_on_xla_alone_and_autocast_elsewhere(device, dtype, compute, frozen) -> None:
+    found = precision_for(device, dtype)
+    assert (found.compute, found.frozen) == (compute, frozen)
+    assert found.reason == (f"--dtype {dtype}" if dtype != "auto" else found.reason)
+    assert len(found.reason.split()) >= 2
+
+
+class Block(torch.nn.Module):
+    """As a decoder has it: plain parameters, buffers of every kind, a tie, quantised layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(7, 64)
+        self.head = torch.nn.Linear(64, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.up_proj = torch.nn.Linear(64, 64)
+        self.down_proj = torch.nn.Linear(64, 64)
+        self.register_buffer("inv_freq", torch.tensor([1.0, 1 / 3]))
+        self.register_buffer("hidden", torch.tensor([1 / 3]), persistent=False)
+        self.register_buffer("ids", torch.arange(3))
+        self.codes = torch.nn.Parameter(torch.arange(3), requires_grad=False)
+        self.lora_A = torch.nn.Linear(64, 2, bias=False)
+
+
+TARGETS = {"up_proj": "mlp", "down_proj": "mlp"}
+
+
+def test_only_frozen_floating_parameters_are_lowered() -> None:
+    block = Block().requires_grad_(False)
+    block.lora_A.weight.requires_grad_(True)
+    lower_frozen(block, BF16)
+    assert block.embed.weight.dtype is BF16 and block.up_proj.weight.dtype is BF16 and block.up_proj.bias.dtype is BF16
+    assert block.lora_A.weight.dtype is FP32 and block.codes.dtype is torch.int64
+    assert (block.inv_freq.dtype, block.hidden.dtype, block.ids.dtype) == (FP32, FP32, torch.int64)
+    assert torch.equal(block.inv_freq, torch.tensor([1.0, 1 / 3]))
+    assert block.head.weight is block.embed.weight
+
+
+@pytest.mark.parametrize("preset", ["q2_g32", "q2a4", "q4_r32"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_quantised_layers_keep_their_masters_scales_and_codes_whatever_is_trained(preset, trained) -> None:
+    block = Block()
+    quantize_model(block, scheme(preset), TARGETS, search=True)
+    block.requires_grad_(False)
+    for layer in block.modules():
+        if isinstance(layer, QuantLinear):
+            layer.requires_grad_(trained)
+    before = {name: x.clone() for name, x in block.up_proj.state_dict(keep_vars=False).items()}
+    lower_frozen(block, BF16)
+    assert isinstance(block.up_proj, QuantLinear)
+    for name, x in block.up_proj.state_dict().items():
+        assert x.dtype is before[name].dtype is FP32 and torch.equal(x, before[name]), name
+    assert block.embed.weight.dtype is BF16
+    freeze_codes(block)
+    assert isinstance(block.up_proj, CodedLinear)
+    before = {name: x.clone() for name, x in block.up_proj.named_buffers()}
+    lower_frozen(block, BF16)
+    for name, x in block.up_proj.named_buffers():
+        assert x.dtype is before[name].dtype and torch.equal(x, before[name]), name
+    assert block.up_proj.packed_OP.dtype is torch.uint8
+
+
+def test_float32_lowers_nothing() -> None:
+    block = Block().requires_grad_(False).double()
+    lower_frozen(block, FP32)
+    assert block.embed.weight.dtype is torch.float64
+
+
+def test_a_local_device_compiles_nothing_and_calls_at_once() -> None:
+    runtime = LocalRuntime("cpu")
+    calls: list[float] = []
+    runtime.log_later(calls.append, torch.tensor(0.25))
+    assert calls == [0.25]
+    assert (runtime.compiled(), list(runtime.compilations()), runtime.metrics()) == (0, [], {})
+    assert not runtime.static_graph
