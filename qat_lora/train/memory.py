@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from qat_lora.config import MemDebug
 from qat_lora.runtime import Runtime
@@ -67,7 +67,8 @@ def census() -> tuple[dict[str, dict[str, int]], list[dict[str, Any]]]:
     counts: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
     sizes: dict[tuple[str, str, tuple[int, ...]], int] = {}
     for x in gc.get_objects():
-        if isinstance(x, Tensor) and type(x).__name__ in ("Tensor", "Parameter"):
+        # not isinstance, which asks objects for their __class__: proxies among them import things, or warn
+        if type(x) is Tensor or type(x) is nn.Parameter:
             kind = (str(x.device), str(x.dtype).removeprefix("torch."), tuple(x.shape))
             counts[kind] += 1
             sizes[kind] = x.numel() * x.element_size()

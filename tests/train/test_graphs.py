@@ -181,7 +181,7 @@ def test_another_number_of_micro_batches_is_seen() -> None:
 
 
 def test_inputs_are_compared_with_those_of_the_same_phase() -> None:
-    early = [BACKWARD, CompiledGraph("forward", inputs=3), replace(BACKWARD, inputs=44)]
+    early = [BACKWARD, replace(BACKWARD, inputs=44), CompiledGraph("forward", inputs=3)]
     said = difference(frozenset("a"), frozenset("b"), early, [replace(BACKWARD, inputs=45, frames=())])
     assert said == "a -> b; backward graph, 44 -> 45 inputs"
 

@@ -1,0 +1,201 @@
+"""How steps are run: layers recomputed or not without a bit of difference, and what `--tpu-autoscale` changes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qat_lora import models
+from qat_lora.config import AdapterConfig, ExecutionConfig, KDConfig, LoopConfig, OptimConfig, QatRun, RecoveryRun
+from qat_lora.errors import ConfigError, ModelError
+from qat_lora.kd import KDCacheDataset
+from qat_lora.presets import scheme
+from qat_lora.quant import freeze_codes
+from qat_lora.runtime import LocalRuntime, MemoryUse
+from qat_lora.settings import to_json
+from qat_lora.train.execution import autoscaled, lower_layers
+from qat_lora.train.objective import KDObjective
+from qat_lora.train.run import run_qat, run_recovery
+from qat_lora.train.state import TrainState
+from qat_lora.train.step import accumulate_gradients
+from qat_lora.train.student import round_to_nearest, trained_parameters
+from tests.conftest import SEQ_LEN, qat_run, recovery_run
+
+
+class Static(LocalRuntime):
+    """The CPU, said to compile whole graphs."""
+
+    static_graph = True
+
+
+class Full(LocalRuntime):
+    """The CPU with next to no memory left."""
+
+    def __init__(self, total: int = 1000) -> None:
+        super().__init__("cpu")
+        self.total = total
+
+    def memory(self) -> MemoryUse:
+        return MemoryUse(900, 950, self.total)
+
+
+ASKED = ExecutionConfig(tpu_autoscale=True)
+RUNS = [
+    QatRun(loop=LoopConfig(batch_size=3), optim=OptimConfig(lr=0.01), execution=ASKED),
+    RecoveryRun(loop=LoopConfig(batch_size=3), optim=OptimConfig(lr=0.01), execution=ASKED),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.command)
+def test_autoscale_doubles_the_batch_raises_the_rate_and_says_so(run, caplog) -> None:
+    with caplog.at_level(logging.INFO):
+        found = autoscaled(run, Static("cpu"))
+    assert found.loop.batch_size == 6
+    assert found.optim.lr == pytest.approx(0.012, rel=1e-12)
+    assert [r.getMessage() for r in caplog.records] == ["--tpu-autoscale: batch_size 3 -> 6, lr 0.01 -> 0.012"]
+    rest = replace(found, loop=run.loop, optim=run.optim, execution=run.execution)
+    assert rest == run, "nothing else is changed"
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.command)
+def test_autoscale_is_done_once_so_that_a_saved_run_is_what_was_run(run, caplog) -> None:
+    once = autoscaled(run, Static("cpu"))
+    assert autoscaled(once, Static("cpu")) == once
+    assert not once.execution.tpu_autoscale
+    assert to_json(once)["loop"]["batch_size"] == 6
+
+
+def test_autoscale_is_off_by_default_and_only_warned_of_on_a_cpu(caplog, runtime) -> None:
+    plain = replace(RUNS[0], execution=ExecutionConfig())
+    assert autoscaled(plain, Static("cpu")) == plain
+    assert not caplog.records
+    assert autoscaled(RUNS[0], runtime) == RUNS[0]
+    assert [r.getMessage() for r in caplog.records] == ["--tpu-autoscale does nothing on cpu"]
+
+
+def test_a_run_that_is_autoscaled_reads_the_larger_batches(tmp_path, cache_dir) -> None:
+    run = qat_run(cache_dir, tmp_path / "qat", loop={"max_steps": 2}, execution=ASKED)
+    run_qat(run, Static("cpu"))
+    summary = json.loads((run.output / "summary.json").read_text())
+    assert summary["tokens"] == 2 * 2 * 4 * SEQ_LEN
+    record = json.loads((run.output / "run.json").read_text())["config"]
+    assert (record["loop"]["batch_size"], record["optim"]["lr"]) == (8, pytest.approx(2.4e-3))
+    # gone on with by the same command; the batch must not be doubled anew
+    run_qat(replace(run, loop=replace(run.loop, max_steps=3)), Static("cpu"), launch="resume")
+    record = json.loads((run.output / "run.json").read_text())["config"]
+    assert (record["loop"]["batch_size"], record["loop"]["max_steps"]) == (8, 3)
+
+
+def student(teacher_dir, stage: str) -> tuple[torch.nn.Module, dict[str, torch.nn.Parameter]]:
+    from qat_lora import adapters
+
+    torch.manual_seed(0)
+    model = models.load(str(teacher_dir)).model
+    round_to_nearest(model, scheme("q2_g32"))
+    if stage == "qat":
+        weights, scales = trained_parameters(model, ("weights", "scales"))
+        return model, weights | scales
+    freeze_codes(model)
+    model = adapters.attach(model, models.target_linears(model), AdapterConfig(), base_name="")
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for p in trained.values():  # B starts at zero, which would hide A's gradient
+        p.data.add_(0.02 * torch.randn_like(p))
+    return model, trained
+
+
+def gradients(teacher_dir, cache_dir, stage: str, mode: str, runtime: LocalRuntime):
+    """Gradients of two micro-batches, the loss, and how often an MLP was begun."""
+    model, trained = student(teacher_dir, stage)
+    lower_layers(model, ExecutionConfig(gradient_checkpointing=mode), runtime, tokens=4 * SEQ_LEN)
+    dataset = KDCacheDataset(cache_dir, preload=True)
+    objective = KDObjective(KDConfig(temperature=2.0, ce_alpha=0.2), dataset.manifest, runtime, total_steps=4)
+    batches = dataset.batches(2)
+    state = TrainState(model.train(), trained, torch.optim.SGD(trained.values()))
+    calls = []
+    for layer in models.causal_lm(model).model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    loss = accumulate_gradients(state, [next(batches), next(batches)], objective, runtime, first_position=0)
+    return {name: p.grad for name, p in trained.items()}, loss.item(), len(calls)
+
+
+@pytest.mark.parametrize("stage", ["qat", "recover"])
+def test_checkpointing_recomputes_every_layer_and_changes_no_bit(stage, teacher_dir, cache_dir, runtime) -> None:
+    plain, loss, once = gradients(teacher_dir, cache_dir, stage, "off", runtime)
+    again, same_loss, twice = gradients(teacher_dir, cache_dir, stage, "on", runtime)
+    assert (once, twice) == (4, 8), "two layers, two micro-batches, and each once more in backward"
+    assert loss == same_loss
+    for name, grad in plain.items():
+        assert grad.any(), name
+        assert torch.equal(again[name], grad), name
+
+
+def test_auto_keeps_what_fits_and_recomputes_what_does_not(teacher_dir, cache_dir, runtime, caplog) -> None:
+    with caplog.at_level(logging.INFO):
+        plain, _, kept = gradients(teacher_dir, cache_dir, "recover", "auto", runtime)
+        assert "GiB free: kept" in caplog.text
+        same, _, again = gradients(teacher_dir, cache_dir, "recover", "auto", Full())
+        assert "recomputed in backward (--gradient-checkpointing off keeps them)" in caplog.text
+        _, _, off = gradients(teacher_dir, cache_dir, "recover", "off", Full())
+    assert (kept, again, off) == (4, 8, 4)
+    assert all(torch.equal(same[name], plain[name]) for name in plain)
+
+
+def test_auto_keeps_where_the_device_does_not_say_how_much_it_has(teacher_dir, cache_dir) -> None:
+    assert gradients(teacher_dir, cache_dir, "recover", "auto", Full(total=0))[2] == 4
+
+
+def test_half_of_what_is_free_may_be_activations(teacher_dir) -> None:
+    model, _ = student(teacher_dir, "recover")
+    tokens = 4 * SEQ_LEN
+    needed = models.activation_bytes(model, tokens, torch.float32)
+    config = model.get_base_model().config
+    # 2 layers, 96 tokens: 8 * 44 + 4 * 3 * 12 + 5 * 52 values of four bytes, and half as much again
+    assert (config.num_hidden_layers, needed) == (2, int(2 * 96 * (8 * 44 + 4 * 36 + 5 * 52) * 4 * 1.5))
+    checkpointing = []
+    for free in (2 * needed - 2, 2 * needed + 2):
+        model, _ = student(teacher_dir, "recover")
+        lower_layers(model, ExecutionConfig(), Full(total=900 + free), tokens=tokens)
+        checkpointing.append(models.causal_lm(model).is_gradient_checkpointing)
+    assert checkpointing == [True, False]
+
+
+def test_whole_runs_end_in_the_same_bits(tmp_path, cache_dir, runtime) -> None:
+    last = []
+    for mode in ("off", "on"):
+        execution = ExecutionConfig(gradient_checkpointing=mode)
+        qat = run_qat(qat_run(cache_dir, tmp_path / mode / "qat", execution=execution), runtime)
+        result = run_recovery(recovery_run(cache_dir, tmp_path / mode / "rec", qat.best, execution=execution), runtime)
+        last.append((qat.state.last_kl, result.state.last_kl, result.state.trained))
+    assert last[0][:2] == last[1][:2]
+    assert all(torch.equal(last[0][2][name], last[1][2][name]) for name in last[0][2])
+
+
+def test_a_model_without_checkpointing_is_refused_only_where_it_is_needed(teacher_dir, monkeypatch, runtime) -> None:
+    model, _ = student(teacher_dir, "qat")
+    monkeypatch.setattr(type(model), "supports_gradient_checkpointing", False)
+    lower_layers(model, ExecutionConfig(gradient_checkpointing="auto"), runtime, tokens=96)
+    with pytest.raises(ModelError, match="has no gradient checkpointing; use --gradient-checkpointing off"):
+        lower_layers(model, ExecutionConfig(gradient_checkpointing="on"), runtime, tokens=96)
+
+
+def test_scanning_and_keeping_activations_exclude_each_other(teacher_dir) -> None:
+    model, _ = student(teacher_dir, "qat")
+    execution = ExecutionConfig(scan_layers=True, gradient_checkpointing="off")
+    with pytest.raises(ConfigError, match="scan_layers=True recomputes .* gradient_checkpointing=off; drop one of"):
+        lower_layers(model, execution, Static("cpu"), tokens=96)
+
+
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_scanned_layers_are_not_checkpointed_as_well(mode, teacher_dir, caplog) -> None:
+    from qat_lora.layers import ScannedLayers
+
+    model, _ = student(teacher_dir, "qat")
+    with caplog.at_level(logging.INFO):
+        lower_layers(model, ExecutionConfig(scan_layers=True, gradient_checkpointing=mode), Static("cpu"), tokens=96)
+    assert isinstance(model.model.layers, ScannedLayers)
+    assert not model.is_gradient_checkpointing
+    assert "2 layers: expect up to " in caplog.text
