@@ -90,7 +90,7 @@ def compiled(case: Any, topology: str, *, cost: bool = True) -> Report:
         return Report(_name(case), False, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, programs, errors[0][:400])
     code = sum(p["code_bytes"] for p in programs)
     moments = [
-        p["resident_bytes"] + p["argument_bytes"] + p["output_bytes"] - p["alias_bytes"] + p["temporary_bytes"]
+        p["resident_bytes"] + p["argument_bytes"] + p["output_bytes"] - p["donated_bytes"] + p["temporary_bytes"]
         for p in programs
     ]
     peak = max(moments) + code
@@ -192,7 +192,7 @@ def _compile(case: Any, topology: str, folder: Path) -> list[dict[str, Any]]:
     if len(lines) != len(programs):
         raise RuntimeError(f"the compiler ended with {done.returncode}: {done.stderr[-1500:]}")
     return [
-        {"phase": p.phase, "runs": p.runs, "resident_bytes": p.resident_bytes} | line
+        {"phase": p.phase, "runs": p.runs, "resident_bytes": p.resident_bytes, "donated_bytes": p.donated_bytes} | line
         for p, line in zip(programs, lines, strict=True)
     ]
 

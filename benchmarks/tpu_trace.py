@@ -12,7 +12,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,13 @@ class Program:
     Attributes:
         phase: where it was cut. path: its HloModuleProto. runs: how often it runs in one optimizer step.
         resident_bytes: of everything alive on the device that it does not take in.
+        donated_bytes: of outputs that take the place of an input, as torch_xla lets what is changed in place do.
     """
 
     phase: str
     path: Path
     resident_bytes: int
+    donated_bytes: int
     runs: int = 1
 
 
@@ -87,6 +89,7 @@ class CaptureRuntime(XlaRuntime):
         self.precision = precision_for("tpu", dtype)
         self.programs: dict[str, Program] = {}
         self._folder = folder
+        self._before: set[int] = set()  # what was alive at the last cut
         if unrolled:
             self.loop = in_turn  # type: ignore[method-assign]
         self._saved: list[weakref.ref[Tensor]] = []
@@ -112,7 +115,10 @@ class CaptureRuntime(XlaRuntime):
         needed = _XLAC._check_tensor_need_materialization(tensors) if tensors else []
         pending = [x for x, needs in zip(tensors, needed, strict=True) if needs]
         if pending and phase != "set-up":
-            self._write(phase, pending, sum(_bytes(x) for x, needs in zip(tensors, needed, strict=True) if not needs))
+            donated = sum(_bytes(x) for x in pending if _XLAC._xla_get_tensor_view_alias_id(x) in self._before)
+            resident = sum(_bytes(x) for x, needs in zip(tensors, needed, strict=True) if not needs)
+            self._write(phase, pending, resident, donated)
+        self._before = {_XLAC._xla_get_tensor_view_alias_id(x) for x in tensors} - {0}
         for x in pending:
             _XLAC._replace_xla_tensor(x, create_placeholder_tensor(x.shape, x.dtype))
         self._saved.clear()
@@ -134,16 +140,17 @@ class CaptureRuntime(XlaRuntime):
         saved = [x for x in (reference() for reference in self._saved) if x is not None]
         return [*found, *saved, *(x.grad for x in found if x.is_leaf and x.grad is not None)]
 
-    def _write(self, phase: str, pending: list[Tensor], resident_bytes: int) -> None:
+    def _write(self, phase: str, pending: list[Tensor], resident_bytes: int, donated_bytes: int) -> None:
         graph_hash = _XLAC._get_graph_hash(pending).hex()
         if graph_hash in self.programs:
             seen = self.programs[graph_hash]
-            self.programs[graph_hash] = Program(seen.phase, seen.path, seen.resident_bytes, seen.runs + 1)
+            self.programs[graph_hash] = replace(seen, runs=seen.runs + 1)
             return
         path = self._folder / f"{len(self.programs):02d}_{phase.replace(' ', '_')}.hlo.pb"
         path.write_bytes(_XLAC._get_xla_tensors_hlo_proto(pending))
         _, inputs = _XLAC._get_tensors_xla_device_data_node(pending)
-        self.programs[graph_hash] = Program(phase, path, max(0, resident_bytes - sum(map(_bytes, inputs))))
+        others = max(0, resident_bytes + donated_bytes - sum(map(_bytes, inputs)))
+        self.programs[graph_hash] = Program(phase, path, others, donated_bytes)
 
 
 def trace(case: Case, folder: Path) -> list[Program]:

@@ -44,16 +44,20 @@ class _LoraLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out], in the dtype of the input."""
-        return nn.functional.linear(input, self.weight.to(input.dtype))
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return nn.functional.linear(input, self.weight.to(input.dtype), bias)
 
 
 def _in_activation_dtype(adapted: PeftModel) -> PeftModel:
     from peft.tuners.lora import LoraLayer
 
     for layer in adapted.modules():
-        if isinstance(layer, LoraLayer):
+        if not isinstance(layer, LoraLayer):
+            continue
+        linears = [*layer.lora_A.values(), *layer.lora_B.values()]
+        if linears and all(type(linear) is nn.Linear for linear in linears):  # others, of convolutions say, stay peft's
             layer.cast_input_dtype_enabled = False
-            for linear in (*layer.lora_A.values(), *layer.lora_B.values()):
+            for linear in linears:
                 linear.__class__ = _LoraLinear
     return adapted
 

@@ -35,7 +35,7 @@ from qat_lora.train.student import load_student
 
 def cache(run: CacheRun) -> CacheManifest:
     """Build the KD cache of a text, or go on with one that was interrupted."""
-    runtime = runtime_for(run.place)
+    runtime = runtime_for(run.place, folder=run.output)
     check_writable(run.output)
     loaded = models.load(run.teacher)
     models.check_context(loaded.model, run.seq_len)
@@ -117,6 +117,7 @@ def evaluate_model(
 ) -> Fidelity:
     """Measure a model in memory on the run's text."""
     windows = eval_windows(run, loaded)
+    size = size_of(student, stored_bits=loaded.stored_bits)  # before a device changes dtypes
     for model in (student,) if teacher is None else (student, teacher):
         placed(model, runtime)
     done = 0
@@ -128,7 +129,6 @@ def evaluate_model(
             update(done)
 
         scores = measure(student, teacher, windows, batch_size=run.eval_batch_size, runtime=runtime, on_batch=on_batch)
-    size = size_of(student, stored_bits=loaded.stored_bits)
     return Fidelity(
         run.stage, size.bits_per_weight, scores.perplexity, scores.kl, scores.top1, size.size_bytes, scores.tokens
     )

@@ -29,7 +29,7 @@ def cached_kl(
     was_training = model.training
     model.eval()
     total, count = torch.zeros((), device=runtime.device), torch.zeros((), device=runtime.device)
-    runtime.mark_step("evaluation")  # the sums are data from here on, so that the first batch is like the others
+    runtime.mark_step("set-up")  # the sums are data from here on, so that the first batch is like the others
     for batch in runtime.wrap_loader(batches):
         target = targets(batch, 1.0, manifest)
         mask_S = position_mask(batch["length"], batch["input_ids"].shape[1]).flatten()

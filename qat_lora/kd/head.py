@@ -70,7 +70,7 @@ def chunked_head_loss(
         chunk_tokens: rows per chunk; the last chunk may be shorter.
         constants: other tensors that the loss needs.
         picked_ids_SJ: ids whose logits `loss_fn` is to get apart. They are products with rows of the head, so their
-            gradient needs no scatter into [c, V]; the head must be frozen.
+            gradient needs no scatter into [c, V]; the head must be frozen. All products are then in float32.
         loop: runs the chunks.
     """
     if chunk_tokens < 1:
@@ -170,7 +170,11 @@ class _Chunks(NamedTuple):
         self, hidden_cH: Tensor, head: Head, ids_cJ: Tensor | None, rows: list[Tensor], constants: list[Tensor]
     ) -> tuple[Tensor, list[Tensor], Tensor | None]:
         """The loss of one chunk, the raw logits to differentiate for, and the head's rows of the picked ones if any."""
-        leaves = [F.linear(hidden_cH, head.weight_VH, head.bias_V)]
+        if ids_cJ is None:
+            leaves = [F.linear(hidden_cH, head.weight_VH, head.bias_V)]
+        else:  # the difference of the two is the tail: bf16 logits beside exact ones would drown it
+            bias_V = None if head.bias_V is None else accurate(head.bias_V)
+            leaves = [F.linear(accurate(hidden_cH), accurate(head.weight_VH), bias_V)]
         rows_cJH = None
         if ids_cJ is not None:
             rows_cJH = head.weight_VH.index_select(0, ids_cJ.flatten()).unflatten(0, ids_cJ.shape)

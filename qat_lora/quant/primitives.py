@@ -198,9 +198,7 @@ class _FakeQuantize(torch.autograd.Function):
             level_OI = _levels_of(codes_OI, levels_N, lowest_level(ctx.config))
             grad_scale = sum_columns(level_OI.mul_(grad_OI), ctx.scale_columns, size)
         if scale_OC is not None:
-            scaled_OI = _times_columns(grad_OI, scale_OC, size)
-            bins_ON = scaled_OI.new_zeros(scaled_OI.shape[0], ctx.level_count)
-            grad_levels = bins_ON.scatter_add_(1, codes_OI.long(), scaled_OI).sum(0)
+            grad_levels = sum_by_code(_times_columns(grad_OI, scale_OC, size), codes_OI, ctx.level_count)
         if ctx.offset_columns:
             grad_offset = sum_columns(grad_OI, ctx.offset_columns, size)
         return grad_OI if ctx.needs_input_grad[0] else None, grad_scale, grad_levels, grad_offset, None
@@ -242,7 +240,32 @@ def _midpoints_below(unit_OI: Tensor, levels_N: Tensor) -> Tensor:
     return count_OI
 
 
+def sum_by_code(values_OI: Tensor, codes_OI: Tensor, count: int) -> Tensor:
+    """Sum of the values at each code, [N]."""
+    if _has_dear_scatter(values_OI, count):
+        zero = torch.zeros((), dtype=values_OI.dtype, device=values_OI.device)
+        return torch.stack([torch.where(codes_OI == code, values_OI, zero).sum() for code in range(count)])
+    bins_ON = values_OI.new_zeros(values_OI.shape[0], count)
+    return bins_ON.scatter_add_(1, codes_OI.long(), values_OI).sum(0)
+
+
+def selected_levels(codes_OI: Tensor, levels_N: Tensor) -> Tensor:
+    """levels_N[codes], as one comparison per level."""
+    first, *others = levels_N.float().unbind()
+    level_OI = first.expand(codes_OI.shape)
+    for code, level in enumerate(others, start=1):
+        level_OI = torch.where(codes_OI >= code, level, level_OI)
+    return level_OI
+
+
+def _has_dear_scatter(x: Tensor, count: int) -> bool:
+    """A TPU reads and writes a table of levels one element at a time; up to 16 comparisons in one pass are cheaper."""
+    return x.device.type == "xla" and count <= MOST_COMPARISONS + 1
+
+
 def _levels_of(codes_OI: Tensor, levels_N: Tensor, lowest: float | None) -> Tensor:
+    if lowest is None and _has_dear_scatter(codes_OI, levels_N.shape[0]):
+        return selected_levels(codes_OI, levels_N)
     if lowest is None:
         return levels_N.float().index_select(0, codes_OI.reshape(-1).int()).view(codes_OI.shape)
     level_OI = codes_OI.float()

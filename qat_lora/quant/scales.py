@@ -71,8 +71,13 @@ class LowRankScale(nn.Module):
 
 
 def multiply_factors(a_OR: Tensor, b_RI: Tensor) -> Tensor:
-    """A @ B in float32, whatever autocast says: the trained layer and the frozen one must agree."""
+    """A @ B in float32, whatever autocast says: the trained layer and the frozen one must agree.
+
+    On XLA as a sum of products: a TPU would multiply float32 matrices in bf16, and export, on a CPU, would not.
+    """
     kind = a_OR.device.type
+    if kind == "xla":
+        return (a_OR.float()[:, :, None] * b_RI.float()[None]).sum(1)
     off = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else contextlib.nullcontext()
     with off:  # the meta device has no autocast
         return a_OR.float() @ b_RI.float()

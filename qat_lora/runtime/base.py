@@ -125,6 +125,9 @@ class Runtime(Protocol):
     def log_later(self, fn: Callable[..., None], *tensors: Tensor) -> None:
         """Call fn with the tensors' values as floats, when reading them no longer stalls the device."""
 
+    def scalar(self, value: float) -> Tensor:
+        """A float32 number on the device, as data that may differ at every step."""
+
     def metrics(self) -> dict[str, float]:
         """The device's own counters by name; none on the CPU."""
 
@@ -174,6 +177,14 @@ class Alone:
     def loop(self, body: Body, carry: list[Tensor], xs: list[Tensor], size: int) -> tuple[list[Tensor], list[Tensor]]:
         """One part after the other."""
         return in_turn(body, carry, xs, size)
+
+    def scalar(self, value: float) -> Tensor:
+        """A float32 number on the device.
+
+        It goes up as a vector of one: XLA takes scalars that were uploaded with equal values for one input, and 0 and
+        1 for constants, so that a number which changes would change the graph.
+        """
+        return torch.tensor([value], dtype=torch.float32).to(self.device).squeeze(0)
 
     def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Move a batch to the device."""

@@ -34,9 +34,11 @@ class LocalRuntime(Alone):
         """Nothing: local devices are eager."""
 
     def synchronize(self) -> None:
-        """Wait for CUDA's stream; the others are done when a call returns."""
+        """Wait for a GPU's stream; a CPU is done when a call returns."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
 
     def save(self, obj: Any, path: Path) -> None:
         """torch.save, atomically."""

@@ -25,7 +25,8 @@ def runtime_for(place: PlaceConfig, *, sync: Sync = "phase", folder: Path | None
     processes = os.environ.get("WORLD_SIZE", "1")
     if processes != "1":
         raise DeviceError(f"WORLD_SIZE={processes}, but this version trains on one device; run without torchrun.")
-    kind = detect_device_type() if place.device == "auto" else place.device
+    asked_for_tpu = os.environ.get("PJRT_DEVICE", "").upper() == "TPU"  # even where torch_xla is missing
+    kind = ("tpu" if asked_for_tpu else detect_device_type()) if place.device == "auto" else place.device
     missing = _why_absent(kind)
     if missing and not place.allow_fallback:
         raise DeviceError(f"--device {kind} is not here: {missing}, or use --device auto.")

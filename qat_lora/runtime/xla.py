@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from qat_lora.config import Sync
+from qat_lora.errors import DeviceError
 from qat_lora.files import write_atomically
 from qat_lora.loops import Body, in_turn
 from qat_lora.runtime.base import Alone, CompiledGraph, MemoryUse, Phase
@@ -29,6 +31,8 @@ from qat_lora.runtime.graphs import compile_log, cuts, parse_compilations
 from qat_lora.runtime.local import process_memory
 from qat_lora.runtime.precision import lower_frozen, precision_for
 from qat_lora.runtime.scan import Step, as_numbers, scan_layers
+
+log = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "QAT_LORA_XLA_CACHE"
 _BATCHES_AHEAD = 4  # read and uploaded while the device works
@@ -41,9 +45,11 @@ _EXPECTATION = (
 def why_absent() -> str:
     """Say what is missing for torch_xla to offer a device; empty where nothing is."""
     if importlib.util.find_spec("torch_xla") is None:
-        return "torch_xla is not installed; run pip install 'qat_lora[xla]' on a machine with a TPU"
+        return "torch_xla is not installed; run pip install 'qat_lora[tpu]' on a machine with a TPU"
     if not is_tpu_available() and not os.environ.get("PJRT_DEVICE"):
         return "torch_xla finds no TPU; start a TPU machine, or set PJRT_DEVICE=CPU to try without one"
+    if os.environ.get("PJRT_DEVICE", "").upper() != "CPU" and importlib.util.find_spec("libtpu") is None:
+        return "the TPU's own library is missing; run pip install 'qat_lora[tpu]'"
     return ""
 
 
@@ -74,10 +80,20 @@ class XlaRuntime(Alone):
         self._xla, self._xm, self._metrics = torch_xla, xm, metrics
         is_tpu = xr.device_type() == "TPU"
         self.sync, self.cache_dir = sync, _cache_folder(cache_dir if is_tpu else None, self.rank)
-        if self.cache_dir is not None and not torch_xla._XLAC._xla_computation_cache_is_initialized():
+        if self.cache_dir is not None and torch_xla._XLAC._xla_computation_cache_is_initialized():
+            log.info("compiled programs are kept where this process began, not in %s", self.cache_dir)
+        elif self.cache_dir is not None:
             xr.initialize_cache(str(self.cache_dir), readonly=False)
-        self.device = torch_xla.device()
+        try:
+            self.device = torch_xla.device()
+        except (RuntimeError, OSError) as error:
+            reason = (str(error).splitlines() or [""])[0][:160]
+            raise DeviceError(
+                f"the XLA device cannot be started ({reason}); end other processes that hold it."
+            ) from None
         self.precision = precision_for("tpu" if is_tpu else "xla", dtype)
+        if self.precision.compute is torch.float32:
+            torch_xla.backends.set_mat_mul_precision("highest")  # else a TPU multiplies float32 in one pass of bf16
         self._diary = PhaseDiary(self.compiled, expectation=_EXPECTATION)
         self._later: list[tuple[Callable[..., None], tuple[Tensor, ...]]] = []
         self._phase_of: list[str] = [""] * self.compiled()
@@ -86,7 +102,7 @@ class XlaRuntime(Alone):
         """Cut the lazy graph where `sync` has a cut and start its execution; wait for a phase's first time."""
         if not cuts(self.sync, phase):
             return
-        due, self._later = (self._later, []) if phase in ("optimizer", "evaluation") else ([], self._later)
+        due, self._later = (self._later, []) if phase in ("optimizer", "evaluation", "set-up") else ([], self._later)
         self._note_compilations("a host read")
         with self._diary.entry(phase) as first_time:
             self._xla.sync(wait=first_time)

@@ -57,9 +57,9 @@ class RecompileHook:
 
     def summary(self) -> dict[str, int]:
         """What summary.json holds of a lazy device: programs, compilations in all, and those after the first step."""
-        graphs = self._runtime.compilations()
-        if not graphs:
+        if not self._runtime.static_graph:
             return {}
+        graphs = self._runtime.compilations()
         return {
             "graphs": len({graph.hash or str(index) for index, graph in enumerate(graphs)}),
             "compilations": len(graphs),

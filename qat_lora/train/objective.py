@@ -122,8 +122,7 @@ class KDObjective:
 
     def _kd_loss(self, model: nn.Module, batch: Batch, counts: Counts, step: int) -> Tensor:
         kd, alpha = self.kd, self.kd.ce_alpha
-        # a tensor: a Python number of exactly 0 or 1 is a constant, and a graph of its own, to XLA
-        hard_weight = torch.tensor(self.hard_weight_at(step)).to(self.runtime.device)
+        hard_weight = self.runtime.scalar(self.hard_weight_at(step))
         target = targets(batch, kd.temperature, self.manifest, top_k=kd.top_k or None)
         mask_S, label_mask_S = (mask.flatten() for mask in _masks(batch))
         labels_S = next_tokens(batch["input_ids"]).flatten()

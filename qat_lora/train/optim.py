@@ -59,11 +59,11 @@ def lr_at(step: int, total_steps: int, optim: OptimConfig) -> float:
     return optim.lr * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * share)))
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set every group's learning rate to its share of `lr`; a tensor is filled with data, not with a constant."""
+def set_lr(optimizer: torch.optim.Optimizer, lr: float, runtime: Runtime) -> None:
+    """Set every group's learning rate to its share of `lr`, a tensor where it was one."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
-            group["lr"] = torch.tensor(lr * group["lr_ratio"]).to(group["lr"].device)
+            group["lr"] = runtime.scalar(lr * group["lr_ratio"])
         else:
             group["lr"] = lr * group["lr_ratio"]
 
@@ -84,13 +84,16 @@ def update_ema(ema: Mapping[str, Tensor], trained: Mapping[str, nn.Parameter], d
 @contextlib.contextmanager
 def swapped_in(ema: Mapping[str, Tensor], trained: Mapping[str, nn.Parameter], runtime: Runtime) -> Iterator[None]:
     """Let the trained parameters hold their moving averages within the block; nothing where there are none."""
-    _swap(ema, trained)
-    runtime.mark_step("evaluation")  # a pending swap would become part of the block's graph, and of the next step's
+    swaps = 0
     try:
+        _swap(ema, trained)
+        swaps += 1
+        runtime.mark_step("set-up")  # a pending swap would become part of the block's graph, and of the next step's
         yield
     finally:
-        _swap(ema, trained)
-        runtime.mark_step("evaluation")
+        if swaps:
+            _swap(ema, trained)
+            runtime.mark_step("set-up")
 
 
 @torch.no_grad()

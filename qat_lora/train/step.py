@@ -28,7 +28,7 @@ def train_step(
     runtime.reduce_gradients(state.optimizer)
     grad_norm = clip_gradients(state.trained.values(), optim.clip_norm)
     lr = lr_at(state.step, objective.total_steps, optim)
-    set_lr(state.optimizer, lr)
+    set_lr(state.optimizer, lr, runtime)
     state.optimizer.step()
     update_ema(state.ema, state.trained, optim.ema_decay)
     runtime.zero_grad(state.optimizer)

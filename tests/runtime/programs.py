@@ -10,18 +10,26 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from qat_lora.config import ExecutionConfig, OptimConfig, PlaceConfig, RecoveryRun
+from qat_lora.config import ExecutionConfig, KDConfig, OptimConfig, PlaceConfig, RecoveryRun
 from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.train.run import run_qat, run_recovery
 from tests.conftest import qat_run, recovery_run
 
 LOOP = {"max_steps": 30, "accumulation_steps": 2, "eval_every": 10, "save_every": 10, "log_every": 1}
-OPTIM = OptimConfig(lr=2e-3, warmup_steps=5, clip_norm=0.5)
+# Numbers that XLA might merge: 1 - 0.999 is the learning rate and the decay, and a hard weight that begins at 1.
+OPTIM = OptimConfig(lr=1e-3, warmup_steps=5, clip_norm=0.5, weight_decay=1e-3, ema_decay=0.999)
+KD = KDConfig(hard_weight=1.0, hard_anneal="linear", ce_alpha=0.1)
 
 
 def recovery(cache: Path, output: Path, student: Path, sync: str = "phase", **loop) -> RecoveryRun:
     return recovery_run(
-        cache, output, student, loop=LOOP | loop, optim=OPTIM, execution=ExecutionConfig(sync=sync, max_recompiles=0)
+        cache,
+        output,
+        student,
+        loop=LOOP | loop,
+        optim=OPTIM,
+        kd=KD,
+        execution=ExecutionConfig(sync=sync, max_recompiles=0),
     )
 
 
@@ -106,7 +114,7 @@ def training_hlo(folder: str) -> dict:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from qat_lora import adapters, models
-    from qat_lora.config import AdapterConfig, KDConfig
+    from qat_lora.config import AdapterConfig
     from qat_lora.evaluate import placed
     from qat_lora.kd import CacheManifest
     from qat_lora.presets import scheme

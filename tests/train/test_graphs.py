@@ -25,6 +25,8 @@ BACKWARD = CompiledGraph("backward", hash="b1", inputs=40, outputs=9, frames=("t
 class Lazy(LocalRuntime):
     """A device that compiles a graph per phase and per shape of batch that it has not seen."""
 
+    static_graph = True
+
     def __init__(self) -> None:
         super().__init__("cpu")
         self.graphs: list[CompiledGraph] = []

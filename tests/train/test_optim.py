@@ -34,7 +34,7 @@ def test_scales_learn_at_their_share_and_are_never_decayed() -> None:
     weight, scale = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     optim = OptimConfig(lr=0.1, scale_lr_ratio=0.5, weight_decay=0.2)
     optimizer = build_optimizer([weight], [scale], optim)
-    set_lr(optimizer, 0.1)
+    set_lr(optimizer, 0.1, LocalRuntime("cpu"))
     weight.grad, scale.grad = torch.zeros(3), torch.zeros(3)
     optimizer.step()
     torch.testing.assert_close(weight.detach(), torch.full((3,), 1 - 0.1 * 0.2))
