@@ -73,7 +73,7 @@ class XlaRuntime(Alone):
         import torch_xla.core.xla_model as xm
         import torch_xla.debug.metrics as metrics
         import torch_xla.runtime as xr
-        from torch_xla.backends import set_mat_mul_precision
+        from torch_xla.backends import get_mat_mul_precision, set_mat_mul_precision
 
         # A backward on a thread of autograd's own lets go of its last tensors a little later than it returns; what is
         # still alive when the graph is cut becomes an output of it, so the graphs would depend on timing.
@@ -93,7 +93,7 @@ class XlaRuntime(Alone):
                 f"the XLA device cannot be started ({reason}); end other processes that hold it."
             ) from None
         self.precision = precision_for("tpu" if is_tpu else "xla", dtype)
-        if self.precision.compute is torch.float32:
+        if self.precision.compute is torch.float32 and get_mat_mul_precision() != "highest":
             set_mat_mul_precision("highest")  # else a TPU multiplies float32 in one pass of bf16
         self._diary = PhaseDiary(self.compiled, expectation=_EXPECTATION)
         self._later: list[tuple[Callable[..., None], tuple[Tensor, ...]]] = []

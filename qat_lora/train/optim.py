@@ -96,9 +96,19 @@ def swapped_in(ema: Mapping[str, Tensor], trained: Mapping[str, nn.Parameter], r
             runtime.mark_step("set-up")
 
 
+def averages_of(trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The moving averages that a run begins with: copies of the weights."""
+    return {name: _copied(p) for name, p in trained.items()}
+
+
 @torch.no_grad()
 def _swap(ema: Mapping[str, Tensor], trained: Mapping[str, nn.Parameter]) -> None:
     for name, average in ema.items():
-        held = trained[name].detach().clone()
-        trained[name].copy_(average)
+        held = _copied(trained[name])
+        trained[name].copy_(_copied(average))
         average.copy_(held)
+
+
+def _copied(x: Tensor) -> Tensor:
+    """A copy in memory of its own. On XLA a clone shares the buffer, which an update in place then takes away."""
+    return x.detach() * 1

@@ -46,7 +46,7 @@ from qat_lora.train.hooks import CheckpointHook, EvalHook, LogHook, LossLog, Spe
 from qat_lora.train.loop import Hook, train
 from qat_lora.train.memory import MemoryHook
 from qat_lora.train.objective import Anchor, KDObjective
-from qat_lora.train.optim import build_optimizer
+from qat_lora.train.optim import averages_of, build_optimizer
 from qat_lora.train.plot import write_loss_png
 from qat_lora.train.state import TrainState
 from qat_lora.train.student import restored, round_to_nearest, student_tensors, trained_parameters
@@ -186,7 +186,7 @@ def _fit(
     optimizer = build_optimizer(stage.weights.values(), stage.scales.values(), run.optim)
     state = TrainState(stage.model, stage.weights | stage.scales, optimizer)
     if run.optim.ema_decay:
-        state.ema = {name: p.detach().clone() for name, p in state.trained.items()}
+        state.ema = averages_of(state.trained)
     anchor = _anchor(run, runtime, inputs, stage.model)
     if inputs.resumed is not None:
         restore(state, inputs.resumed, run.output / "last.pt")
