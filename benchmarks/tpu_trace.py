@@ -89,7 +89,7 @@ class CaptureRuntime(XlaRuntime):
         self.precision = precision_for("tpu", dtype)
         self.programs: dict[str, Program] = {}
         self._folder = folder
-        self._before: set[int] = set()  # what was alive at the last cut
+        self._before: dict[int, weakref.ref[Tensor]] = {}  # what was alive at the last cut
         if unrolled:
             self.loop = in_turn  # type: ignore[method-assign]
         self._saved: list[weakref.ref[Tensor]] = []
@@ -115,13 +115,13 @@ class CaptureRuntime(XlaRuntime):
         needed = _XLAC._check_tensor_need_materialization(tensors) if tensors else []
         pending = [x for x, needs in zip(tensors, needed, strict=True) if needs]
         if pending and phase != "set-up":
-            donated = sum(_bytes(x) for x in pending if _XLAC._xla_get_tensor_view_alias_id(x) in self._before)
+            donated = sum(_bytes(x) for x in pending if self._was_alive(x))
             resident = sum(_bytes(x) for x, needs in zip(tensors, needed, strict=True) if not needs)
             self._write(phase, pending, resident, donated)
-        self._before = {_XLAC._xla_get_tensor_view_alias_id(x) for x in tensors} - {0}
+        self._before = {id(x): weakref.ref(x) for x in tensors}
         for x in pending:
             _XLAC._replace_xla_tensor(x, create_placeholder_tensor(x.shape, x.dtype))
-        self._saved.clear()
+        self._saved = [reference for reference in self._saved if reference() is not None]
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -139,6 +139,11 @@ class CaptureRuntime(XlaRuntime):
         found = [x for x in gc.get_objects() if isinstance(x, Tensor) and x.device.type == "xla"]
         saved = [x for x in (reference() for reference in self._saved) if x is not None]
         return [*found, *saved, *(x.grad for x in found if x.is_leaf and x.grad is not None)]
+
+    def _was_alive(self, x: Tensor) -> bool:
+        """Whether a tensor was there at the last cut, so that what is pending is a change in place."""
+        reference = self._before.get(id(x))
+        return reference is not None and reference() is x
 
     def _write(self, phase: str, pending: list[Tensor], resident_bytes: int, donated_bytes: int) -> None:
         graph_hash = _XLAC._get_graph_hash(pending).hex()
@@ -170,19 +175,19 @@ def _blank_model(config: Any) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-def _student(case: Case) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+def _student(case: Case) -> nn.Module:
     model = _blank_model(case.config)
     targets = models.target_linears(model)
     quantize_model(model, scheme(case.preset), targets, search=False)
     if case.stage == "qat":
         trained_parameters(model, ("weights", "scales", "luts"))
-        return model, {}
+        return model
     freeze_codes(model)
-    return adapters.attach(model, targets, AdapterConfig(recovery_r=case.recovery_r), base_name="blank"), {}
+    return adapters.attach(model, targets, AdapterConfig(recovery_r=case.recovery_r), base_name="blank")
 
 
 def _train(case: Case, runtime: CaptureRuntime) -> None:
-    model, _ = _student(case)
+    model = _student(case)
     placed(model, runtime)
     lower_layers(model, case.execution, runtime, tokens=case.batch_size * case.seq_len)
     if case.stage == "qat":
@@ -201,7 +206,7 @@ def _train(case: Case, runtime: CaptureRuntime) -> None:
 
 
 def _eval(case: Case, runtime: CaptureRuntime) -> None:
-    model, _ = _student(case)
+    model = _student(case)
     placed(model, runtime)
     runtime.mark_step("set-up")
     batches = [_batch(case), _batch(case)]
@@ -211,7 +216,7 @@ def _eval(case: Case, runtime: CaptureRuntime) -> None:
 
 
 def _fidelity(case: Case, runtime: CaptureRuntime) -> None:
-    student, _ = _student(case)
+    student = _student(case)
     teacher = _blank_model(case.config)
     for model in (student, teacher):
         placed(model, runtime)
