@@ -42,6 +42,9 @@ def train(
     hooks: Sequence[Hook],
 ) -> None:
     """Train until `loop.max_steps` steps are done. `batches` yields micro-batches from the state's position on."""
+    # before the first evaluation, so that it finds all tensors as later ones do: changed in place, and beside gradients
+    runtime.zero_grad(state.optimizer)
+    runtime.mark_step("set-up")
     for hook in hooks:
         hook.start(state)
     for info in _steps(state, runtime.wrap_loader(batches), objective, loop, optim, runtime):
@@ -61,8 +64,6 @@ def _steps(
     runtime: Runtime,
 ) -> Iterator[StepInfo]:
     state.model.train()
-    runtime.zero_grad(state.optimizer)
-    runtime.mark_step("set-up")
     while state.step < loop.max_steps:
         micro_batches = [next(batches) for _ in range(loop.accumulation_steps)]
         yield train_step(state, micro_batches, objective, optim, runtime)
