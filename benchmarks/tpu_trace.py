@@ -93,6 +93,7 @@ class CaptureRuntime(XlaRuntime):
         if unrolled:
             self.loop = in_turn  # type: ignore[method-assign]
         self._saved: list[weakref.ref[Tensor]] = []
+        self._kept: list[tuple[weakref.ref[Tensor], int]] = []  # of these what the last cut left, with bytes
 
     def place(self, model: nn.Module) -> nn.Module:
         """Make placeholders of a model on the meta device, ties kept."""
@@ -121,7 +122,9 @@ class CaptureRuntime(XlaRuntime):
         self._before = {id(x): weakref.ref(x) for x in tensors}
         for x in pending:
             _XLAC._replace_xla_tensor(x, create_placeholder_tensor(x.shape, x.dtype))
-        self._saved = [reference for reference in self._saved if reference() is not None]
+        kept = {_XLAC._xla_get_tensor_id(x): x for x in (reference() for reference in self._saved) if x is not None}
+        self._saved = [weakref.ref(x) for x in kept.values()]
+        self._kept = [(weakref.ref(x), _bytes(x)) for x in kept.values()]
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -154,7 +157,8 @@ class CaptureRuntime(XlaRuntime):
         path = self._folder / f"{len(self.programs):02d}_{phase.replace(' ', '_')}.hlo.pb"
         path.write_bytes(_XLAC._get_xla_tensors_hlo_proto(pending))
         _, inputs = _XLAC._get_tensors_xla_device_data_node(pending)
-        others = max(0, resident_bytes + donated_bytes - sum(map(_bytes, inputs)))
+        consumed = sum(size for reference, size in self._kept if reference() is None)  # by the backward just traced
+        others = max(0, resident_bytes + donated_bytes + consumed - sum(map(_bytes, inputs)))
         self.programs[graph_hash] = Program(phase, path, others, donated_bytes)
 
 
