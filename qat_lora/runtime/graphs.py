@@ -43,11 +43,11 @@ def cuts(sync: Sync, phase: Phase) -> bool:
 def compile_log(environment: MutableMapping[str, str]) -> Path | None:
     """Ask torch_xla, before its first computation, to write down every compilation; return the file.
 
-    None where the user has set ``PT_XLA_DEBUG`` to see the same on the terminal; a file that the user names is used.
+    None where the user has set ``PT_XLA_DEBUG`` to see the same on the terminal, or a level of 0 beside a file; a file
+    that the user names is used otherwise.
     """
     if _FILE in environment:
-        environment.setdefault(_LEVEL, "1")
-        return Path(environment[_FILE])
+        return Path(environment[_FILE]) if environment.setdefault(_LEVEL, "1") != "0" else None
     if environment.get("PT_XLA_DEBUG", "0") != "0" or environment.get(_LEVEL, "0") != "0":
         return None
     with tempfile.NamedTemporaryFile(prefix="qat_lora_compilations_", suffix=".txt", delete=False) as file:

@@ -149,6 +149,13 @@ def test_a_file_that_the_user_names_is_read_and_never_removed(level, at_exit, tm
     assert not at_exit
 
 
+def test_a_file_beside_a_level_of_0_is_never_written_and_so_never_read(at_exit) -> None:
+    asked = {"PT_XLA_DEBUG_FILE": "log.txt", "PT_XLA_DEBUG_LEVEL": "0"}
+    environment = dict(asked)
+    assert compile_log(environment) is None
+    assert environment == asked and not at_exit
+
+
 def messages(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
