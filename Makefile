@@ -6,7 +6,7 @@ DEMO_ARGS ?=
 # torch_xla has wheels for Linux on x86-64 alone; elsewhere its half of the tests is left out, and said to be.
 HAS_XLA := $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m))
 
-.PHONY: demo test lint test-torch test-xla proof bench venv venv-xla venv-tpu test-tpu teacher clean
+.PHONY: demo test lint test-torch test-xla proof bench venv venv-xla venv-tpu test-tpu notebook teacher clean
 .DEFAULT_GOAL := demo
 
 # DEVICE=xla: torch_xla's device, a TPU where there is one, else the CPU by way of PJRT.
@@ -62,7 +62,7 @@ venv-tpu: .venv-tpu/.ready
 
 .venv-xla/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-xla
-	.venv-xla/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[xla,dev]"
+	.venv-xla/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[xla,dev,notebook]"
 	@touch $@
 
 # libtpu compiles for a TPU on a machine without one; benchmarks/tpu_compile.py makes the same by itself.
