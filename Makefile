@@ -37,6 +37,9 @@ test-xla: venv-xla  ## the same suite on torch 2.9 with torch_xla, on its CPU de
 test-tpu: venv-xla venv-tpu  ## every kind of step, compiled for a v6e by libtpu; nothing is run
 	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -m tpu_compiler tests/test_tpu_compile.py
 
+notebook: venv-xla  ## the notebook with SMALL on, from start to end, on torch_xla's CPU device
+	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest tests/test_notebooks.py $(PYTEST_ARGS)
+
 test-xla-absent:
 	@echo "torch_xla has no wheel for this platform: the suite ran on $(TORCH) only"
 
