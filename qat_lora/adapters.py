@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from qat_lora.config import AdapterConfig
 from qat_lora.errors import CheckpointError, ConfigError
+from qat_lora.products import linear
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -44,21 +45,20 @@ class _LoraLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out], in the dtype of the input."""
-        bias = None if self.bias is None else self.bias.to(input.dtype)
-        return nn.functional.linear(input, self.weight.to(input.dtype), bias)
+        return linear(input, self.weight, self.bias)
 
 
 def _in_activation_dtype(adapted: PeftModel) -> PeftModel:
     from peft.tuners.lora import LoraLayer
 
-    for layer in adapted.modules():
-        if not isinstance(layer, LoraLayer):
+    for module in adapted.modules():
+        if not isinstance(module, LoraLayer):
             continue
-        linears = [*layer.lora_A.values(), *layer.lora_B.values()]
-        if linears and all(type(linear) is nn.Linear for linear in linears):  # others, of convolutions say, stay peft's
-            layer.cast_input_dtype_enabled = False
-            for linear in linears:
-                linear.__class__ = _LoraLinear
+        linears = [*module.lora_A.values(), *module.lora_B.values()]
+        if linears and all(type(layer) is nn.Linear for layer in linears):  # others, of convolutions say, stay peft's
+            module.cast_input_dtype_enabled = False
+            for layer in linears:
+                layer.__class__ = _LoraLinear
     return adapted
 
 

@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from qat_lora.products import accurate, whole
+
 CHUNK_QUERIES = 512  # smaller ones skip more of what is masked, and take longer to compile: docs/TPU.md
 
 
@@ -56,10 +58,10 @@ class _CausalAttention(torch.autograd.Function):
             weight_BGRcn = (score_BGRcn - top_BGRc1).exp()
             sum_BGRc1 = weight_BGRcn.sum(-1, keepdim=True)
             output_BGRcD = _product(weight_BGRcn.to(v_BGTD.dtype), v_BGTD[:, :, keys])
-            outputs.append((_accurate(output_BGRcD) / sum_BGRc1).to(q_BHTD.dtype))
+            outputs.append((accurate(output_BGRcD) / sum_BGRc1).to(q_BHTD.dtype))
             lses.append(sum_BGRc1.log() + top_BGRc1)
         out_BHTD = torch.cat(outputs, dim=3).flatten(1, 2)
-        ctx.save_for_backward(q_BHTD, k_BGTD, v_BGTD, out_BHTD, torch.cat(lses, dim=3))
+        ctx.save_for_backward(whole(q_BHTD), whole(k_BGTD), whole(v_BGTD), whole(out_BHTD), torch.cat(lses, dim=3))
         ctx.settings = (scaling, window)
         return out_BHTD
 
@@ -70,7 +72,7 @@ class _CausalAttention(torch.autograd.Function):
         scaling, window = ctx.settings
         groups, length = k_BGTD.shape[1], q_BHTD.shape[2]
         q_BGRTD, out_BGRTD, grad_BGRTD = (x.unflatten(1, (groups, -1)) for x in (q_BHTD, out_BHTD, grads[0]))
-        delta_BGRT1 = (_accurate(grad_BGRTD) * _accurate(out_BGRTD)).sum(-1, keepdim=True)
+        delta_BGRT1 = (accurate(grad_BGRTD) * accurate(out_BGRTD)).sum(-1, keepdim=True)
         grad_q, grad_k, grad_v = [], [], []
         for queries, keys in _chunks(length, window):
             score_BGRcn = _scores(q_BGRTD, k_BGTD, queries, keys, scaling, window)
@@ -116,12 +118,12 @@ def _product(x_BGRcn: Tensor, y_BGnD: Tensor) -> Tensor:
 
 
 def _accurate_product(x_BGRcn: Tensor, y_BGnD: Tensor) -> Tensor:
-    return _product(_accurate(x_BGRcn), _accurate(y_BGnD))
+    return _product(accurate(x_BGRcn), accurate(y_BGnD))
 
 
 def _product_over_queries(x_BGRcn: Tensor, y_BGRcD: Tensor) -> Tensor:
     """X^T Y summed over the queries and over the heads that share a key-value head: [B, G, n, D], accurate."""
-    return _accurate(x_BGRcn).flatten(2, 3).transpose(-1, -2) @ _accurate(y_BGRcD).flatten(2, 3)
+    return accurate(x_BGRcn).flatten(2, 3).transpose(-1, -2) @ accurate(y_BGRcD).flatten(2, 3)
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
@@ -129,7 +131,3 @@ def _sum(parts: list[Tensor]) -> Tensor:
     for part in parts[1:]:
         total = total + part
     return total
-
-
-def _accurate(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

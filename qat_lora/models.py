@@ -24,6 +24,7 @@ from qat_lora.attention import causal_attention
 from qat_lora.errors import ModelError, OutputError
 from qat_lora.layers import Scan, ScannedLayers, why_unlike
 from qat_lora.norms import rms_norm
+from qat_lora.products import silu_times
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -164,6 +165,31 @@ def use_lean_norms(model: nn.Module) -> None:
             known[kind] = kind.__name__.endswith("RMSNorm") and _is_plain_rms_norm(kind)
         if known[kind]:
             module.forward = MethodType(_lean_norm, module)
+
+
+def use_lean_mlps(model: nn.Module) -> None:
+    """Let the model's gated MLPs with SiLU keep only the two factors of their product, in place; leave the others."""
+    for module in model.modules():
+        if type(module).__name__.endswith("MLP") and _is_plain_gated_mlp(module):
+            module.forward = MethodType(_lean_mlp, module)
+
+
+def _lean_mlp(module: Any, x: Tensor) -> Tensor:
+    product: Tensor = module.down_proj(silu_times(module.gate_proj(x), module.up_proj(x)))
+    return product
+
+
+def _is_plain_gated_mlp(module: Any) -> bool:
+    """Whether an MLP's forward, tried with small layers, does what `_lean_mlp` does, bit for bit."""
+    small: Any = nn.Module()
+    try:
+        with torch.device("cpu"), torch.no_grad():
+            x = torch.linspace(-9.0, 9.0, 24).view(3, 8)
+            small.gate_proj, small.up_proj, small.down_proj = nn.Linear(8, 6), nn.Linear(8, 6), nn.Linear(6, 8)
+            small.config, small.act_fn = module.config, module.act_fn
+            return torch.equal(type(module).forward(small, x), _lean_mlp(small, x))
+    except (TypeError, AttributeError, RuntimeError):
+        return False
 
 
 def _lean_norm(module: Any, x: Tensor) -> Tensor:

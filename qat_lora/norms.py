@@ -15,20 +15,27 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qat_lora.products import made_from, whole
+
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """Normalise over the last dimension: ``[..., H]`` of any float dtype -> the same, in that dtype."""
-    output: Tensor = _RmsNorm.apply(x, weight_H, eps)
-    return output
+    output, inverse = _RmsNorm.apply(x, weight_H, eps)
+    return made_from(output, _normal, x, weight_H, inverse)
+
+
+def _normal(x: Tensor, weight_H: Tensor, inverse: Tensor) -> Tensor:
+    return weight_H * (x.to(torch.float32) * inverse).to(x.dtype)
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.float32)
-        inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        x = whole(x)
+        inverse = torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)
+        ctx.mark_non_differentiable(inverse)
         ctx.save_for_backward(x, weight_H, inverse)
-        return weight_H * (wide * inverse).to(x.dtype)
+        return _normal(x, weight_H, inverse), inverse
 
     @staticmethod
     @once_differentiable

@@ -14,6 +14,7 @@ def placed(model: nn.Module, runtime: Runtime) -> nn.Module:
     if runtime.static_graph:
         models.use_chunked_attention(model)
         models.use_lean_norms(model)
+        models.use_lean_mlps(model)
     return runtime.place(model)
 
 

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from qat_lora.config import LinearQuant
+from qat_lora.products import linear
 from qat_lora.quant.init import InitialState, search_initial_state
 from qat_lora.quant.packing import pack, packed_bytes, unpack
 from qat_lora.quant.primitives import dequantize, fake_quantize, level_values, quantize, round_through
@@ -139,8 +140,7 @@ class QuantLinear(_OwnDtypes, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
-        bias_O = None if self.bias is None else self.bias.to(input.dtype)
-        return F.linear(input, self.quantizer(self.weight).to(input.dtype), bias_O)
+        return linear(input, self.quantizer(self.weight).to(input.dtype), self.bias)
 
 
 class CodedLinear(_OwnDtypes, nn.Linear):

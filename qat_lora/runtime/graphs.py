@@ -76,7 +76,7 @@ def _parsed(block: str) -> CompiledGraph:
     lines = [line.split(":", 1)[1].strip() for line in (frames.group(1) if frames else "").splitlines() if ":" in line]
     return CompiledGraph(
         phase="",
-        hash=graph_hash.group(1) if graph_hash else "",
+        hash=graph_hash.group(1).zfill(32) if graph_hash else "",  # printed without leading zeros
         inputs=number("Number of Graph Inputs"),
         outputs=number("Number of Graph Outputs"),
         bytes_by_use={use: size(label) for use, label in _BYTES.items()},

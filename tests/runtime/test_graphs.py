@@ -210,3 +210,10 @@ def test_a_phase_that_fails_is_not_announced_as_done(caplog) -> None:
     with caplog.at_level(logging.INFO), contextlib.suppress(ZeroDivisionError):
         enter(diary, "forward", lambda: 1 / 0)
     assert messages(caplog) == ["compiling the forward graph ..."]
+
+
+def test_a_hash_is_whole_where_torch_xla_leaves_out_its_leading_zeros() -> None:
+    text = (
+        "Compilation Analysis: Compilation Cause\nCompilation Analysis:   Graph Hash: e0b183f220f11d155665917c1e6b7cd\n"
+    )
+    assert parse_compilations(text)[0].hash == "0e0b183f220f11d155665917c1e6b7cd"
