@@ -123,7 +123,9 @@ def formula_flops(case: Any) -> float:
 
     c, training = case.config, case.stage in ("qat", "recovery")
     tokens = case.batch_size * case.seq_len
-    queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    head_width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    key_heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    queries, keys = c.num_attention_heads * head_width, key_heads * head_width
     attention_weights, mlp_weights = c.hidden_size * (2 * queries + 2 * keys), 3 * c.hidden_size * c.intermediate_size
     linear = 2.0 * tokens * (attention_weights + mlp_weights)
     chunks = -(-case.seq_len // CHUNK_QUERIES)

@@ -124,9 +124,9 @@ class OptimConfig:
     ema_decay: float = setting(0.0, "decay per step of a moving average of the trained tensors; 0 turns it off")
 
     def __post_init__(self) -> None:
-        for name in ("lr", "eps"):
+        for name in ("lr", "scale_lr_ratio", "eps"):  # to freeze the scales is another setting: what is trained
             check_range(self, name, above=0.0)
-        for name in ("scale_lr_ratio", "weight_decay", "clip_norm", "warmup_steps"):
+        for name in ("weight_decay", "clip_norm", "warmup_steps"):
             check_range(self, name, at_least=0.0)
         for name in ("beta1", "beta2", "ema_decay"):
             check_range(self, name, at_least=0.0, below=1.0)

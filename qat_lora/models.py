@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +22,6 @@ from torch import Tensor, nn
 from qat_lora.attention import causal_attention
 from qat_lora.errors import ModelError, OutputError
 from qat_lora.layers import Scan, ScannedLayers, why_unlike
-from qat_lora.norms import rms_norm
-from qat_lora.products import silu_times
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -156,58 +153,6 @@ def use_chunked_attention(model: nn.Module) -> None:
         raise ModelError(f"{type(lm).__name__} does not let its attention be replaced, which XLA needs; use --device.")
 
 
-def use_lean_norms(model: nn.Module) -> None:
-    """Let the model's RMS norms be `qat_lora.norms`, in place, where they are the same function; leave the others."""
-    known: dict[type, bool] = {}
-    for module in model.modules():
-        kind = type(module)
-        if kind not in known:
-            known[kind] = kind.__name__.endswith("RMSNorm") and _is_plain_rms_norm(kind)
-        if known[kind]:
-            module.forward = MethodType(_lean_norm, module)
-
-
-def use_lean_mlps(model: nn.Module) -> None:
-    """Let the model's gated MLPs with SiLU keep only the two factors of their product, in place; leave the others."""
-    for module in model.modules():
-        if type(module).__name__.endswith("MLP") and _is_plain_gated_mlp(module):
-            module.forward = MethodType(_lean_mlp, module)
-
-
-def _lean_mlp(module: Any, x: Tensor) -> Tensor:
-    product: Tensor = module.down_proj(silu_times(module.gate_proj(x), module.up_proj(x)))
-    return product
-
-
-def _is_plain_gated_mlp(module: Any) -> bool:
-    """Whether an MLP's forward, tried with small layers, does what `_lean_mlp` does, bit for bit."""
-    small: Any = nn.Module()
-    try:
-        with torch.device("cpu"), torch.no_grad():
-            x = torch.linspace(-9.0, 9.0, 24).view(3, 8)
-            small.gate_proj, small.up_proj, small.down_proj = nn.Linear(8, 6), nn.Linear(8, 6), nn.Linear(6, 8)
-            small.config, small.act_fn = module.config, module.act_fn
-            return torch.equal(type(module).forward(small, x), _lean_mlp(small, x))
-    except (TypeError, AttributeError, RuntimeError):
-        return False
-
-
-def _lean_norm(module: Any, x: Tensor) -> Tensor:
-    return rms_norm(x, module.weight, module.variance_epsilon)
-
-
-def _is_plain_rms_norm(kind: type) -> bool:
-    """Whether a class of norms, tried on a small input, does what `rms_norm` does, bit for bit."""
-    try:
-        with torch.device("cpu"), torch.no_grad():
-            norm: Any = kind(8, eps=0.01)
-            norm.weight.copy_(torch.linspace(-1.0, 2.0, 8))
-            x = torch.linspace(-3.0, 5.0, 24).view(3, 8)
-            return torch.equal(norm(x), rms_norm(x, norm.weight, norm.variance_epsilon))
-    except (TypeError, AttributeError):
-        return False
-
-
 def _chunked_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
@@ -224,24 +169,34 @@ def _chunked_attention(
 def checkpoint_layers(model: nn.Module, checkpoint: Callable[..., Tensor]) -> None:
     """Let `checkpoint` run every decoder layer in training: called with the layer's forward and its hidden states."""
     lm = causal_lm(model)
-    if not lm.supports_gradient_checkpointing:
+    if not has_checkpointing(model):
         raise ModelError(f"{type(lm).__name__} has no gradient checkpointing; use --gradient-checkpointing off.")
     lm._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=checkpoint)
     lm.enable_input_require_grads()  # else a reentrant checkpoint of frozen inputs drops the gradients inside it
 
 
-def activation_bytes(model: nn.Module, tokens: int, compute: torch.dtype) -> int:
+def has_checkpointing(model: nn.Module) -> bool:
+    """Whether `checkpoint_layers` can be done."""
+    return bool(causal_lm(model).supports_gradient_checkpointing)
+
+
+def activation_bytes(model: nn.Module, tokens: int, compute: torch.dtype, *, lean: bool) -> int:
     """About what backward keeps of `tokens` tokens without checkpointing, in bytes.
 
     Per layer and token, in the compute dtype: residuals, norms and their inputs (8 H), queries, keys, values and
     attention's output twice (4 heads * D), the MLP's products (5 I); and float32 copies for the norms and adapters
-    (half as much again).
+    (half as much again). With lean norms and MLPs: the residuals (2 H), queries and keys before and after their turn,
+    values, attention's output as it is and as the next product reads it, and the MLP's two factors.
     """
     config = causal_lm(model).config.get_text_config()
     heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    values = 8 * config.hidden_size + 4 * width + 5 * config.intermediate_size
-    return int(config.num_hidden_layers * tokens * values * compute.itemsize * 1.5)
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    queries, keys = head_width * heads, head_width * (getattr(config, "num_key_value_heads", None) or heads)
+    if lean:
+        values = 2.0 * config.hidden_size + 4 * queries + 3 * keys + 2 * config.intermediate_size
+    else:
+        values = 1.5 * (8 * config.hidden_size + 4 * queries + 5 * config.intermediate_size)
+    return int(config.num_hidden_layers * tokens * values * compute.itemsize)
 
 
 def scan_decoder(model: nn.Module, scan: Scan) -> None:

@@ -1,7 +1,6 @@
-"""Matrix products and gated products that keep for backward no more than they must.
+"""Matrix products that keep for backward no more than they must.
 
-    y = x W^T + b,         dx = dy W,  dW = dy^T x,  db = sum of dy
-    p = silu(g) * u,       dg = dy * u * s * (1 + g * (1 - s)),  du = dy * silu(g),  s = sigmoid(g)
+    y = x W^T + b,  dx = dy W,  dW = dy^T x,  db = sum of dy
 
 A product's input often follows by a few cheap operations from tensors that backward keeps anyway: the output of a norm,
 of a gated product. Such a tensor is `made_from` them, and a product keeps these and makes it again.
@@ -11,6 +10,7 @@ On XLA a tensor and a view of it are two buffers, and the view keeps the tensor 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,26 +21,36 @@ from torch.nn import functional as F
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """``[..., I] -> [..., O]`` in the dtype of x (or of autocast), whatever the dtypes of weight and bias."""
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    """``[..., I] -> [..., O]`` in the dtype of x (or of autocast), whatever the dtypes of weight and bias.
+
+    Once differentiable.
+    """
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))
+    if not weight_OI.is_leaf:  # what is made for this product is not kept twice as wide as it is used
+        weight_OI = weight_OI.to(x.dtype)
     output: Tensor = _Linear.apply(x, weight_OI, bias_O)
     return output
 
 
-def silu_times(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, element by element; both are kept and the product can be made again from them."""
-    return made_from(_SiluTimes.apply(gate, up), _silu_times, gate, up)
-
-
 def made_from(output: Tensor, recipe: Callable[..., Tensor], *sources: Tensor) -> Tensor:
-    """Note on a tensor that recipe(*sources) gives it, bit for bit; returns the tensor."""
-    output._made_from = recipe, sources  # type: ignore[attr-defined]
+    """Note on a tensor that recipe(*sources) gives it, bit for bit, as long as nobody changes it in place; return it.
+
+    Sources are tensors that backward keeps anyway; if one is changed in place, backward says so, as it always does.
+    """
+    if not output.is_inference():  # such a tensor has no version, and no backward
+        output._made_from = recipe, sources, output._version  # type: ignore[attr-defined]
     return output
 
 
+def _recipe_of(x: Tensor) -> tuple[Callable[..., Tensor] | None, tuple[Tensor, ...]]:
+    recipe, sources, version = getattr(x, "_made_from", (None, (), 0))
+    return (recipe, sources) if recipe is not None and version == x._version else (None, (whole(x),))
+
+
 def whole(x: Tensor) -> Tensor:
-    """What to keep of a tensor: itself, or on XLA a copy of a view, which does not hold what it looks at."""
+    """What to keep of a tensor: itself, or a copy where it is a view on XLA, which would keep its base as well."""
     return x.clone() if x.device.type == "xla" and x._is_view() else x
 
 
@@ -52,12 +62,9 @@ def accurate(x: Tensor) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        ctx.recipe, sources = getattr(x, "_made_from", (None, ()))
-        if not ctx.needs_input_grad[1]:
-            ctx.recipe, sources = None, ()
-        elif ctx.recipe is None:
-            sources = (whole(x),)
-        ctx.save_for_backward(weight_OI, *sources)
+        ctx.recipe, sources = _recipe_of(x) if ctx.needs_input_grad[1] else (None, ())
+        ctx.weight_dtype = weight_OI.dtype
+        ctx.save_for_backward(weight_OI if ctx.needs_input_grad[0] else None, *sources)
         return F.linear(x, weight_OI.to(x.dtype), None if bias_O is None else bias_O.to(x.dtype))
 
     @staticmethod
@@ -70,12 +77,16 @@ class _Linear(torch.autograd.Function):
             grad_x = grad.matmul(weight_OI.to(grad.dtype))
         if ctx.needs_input_grad[1]:
             x = ctx.recipe(*sources) if ctx.recipe else sources[0]
-            grad_weight_OI = grad.flatten(0, -2).t().matmul(x.flatten(0, -2)).to(weight_OI.dtype)
+            grad_weight_OI = _rows(grad).t().matmul(_rows(x)).to(ctx.weight_dtype)
             if grad_x is not None:
                 _at_once(grad_x, grad_weight_OI)
         if ctx.needs_input_grad[2]:
-            grad_bias_O = grad.flatten(0, -2).sum(0)
+            grad_bias_O = _rows(grad).sum(0)
         return grad_x, grad_weight_OI, grad_bias_O
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 def _at_once(*tensors: Tensor) -> None:
@@ -84,26 +95,4 @@ def _at_once(*tensors: Tensor) -> None:
     Its scheduler would put off the gradients of weights to the end of backward, and hold every dy until then.
     """
     if tensors[0].device.type == "xla":
-        from torch_xla.core import xla_model
-
-        xla_model.optimization_barrier_(list(tensors))
-
-
-def _silu_times(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
-class _SiluTimes(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(whole(gate), whole(up))
-        return _silu_times(gate, up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        wide, grad = accurate(gate), accurate(grads[0])
-        sigmoid = torch.sigmoid(wide)
-        grad_gate = grad * accurate(up) * sigmoid * (1 + wide * (1 - sigmoid))
-        return grad_gate.to(gate.dtype), (grad * wide * sigmoid).to(up.dtype)
+        sys.modules["torch_xla.core.xla_model"].optimization_barrier_(list(tensors))

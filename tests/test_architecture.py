@@ -17,14 +17,26 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 LEVELS = {
     "errors": 0, "files": 0, "settings": 0, "config": 0, "presets": 0,
-    "attention": 0, "loops": 0, "layers": 0, "norms": 0,
+    "products": 0, "attention": 0, "loops": 0, "layers": 0, "norms": 0, "mlps": 0,
     "models": 1, "quant": 1, "adapters": 1, "kd": 1, "data": 1, "runtime": 1,
     "evaluate": 2,
     "train": 3, "export": 3,
     "cli": 4,
 }  # fmt: skip
 # Within level 0 there is an order too: each may import those before it.
-LEVEL_0 = ["errors", "files", "settings", "config", "presets", "attention", "loops", "layers", "norms"]
+LEVEL_0 = [
+    "errors",
+    "files",
+    "settings",
+    "config",
+    "presets",
+    "products",
+    "attention",
+    "loops",
+    "layers",
+    "norms",
+    "mlps",
+]
 # Third-party packages with one door.
 ONLY_IN = {
     "transformers": {"models.py"},

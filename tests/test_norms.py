@@ -8,8 +8,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from qat_lora import models
-from qat_lora.norms import rms_norm
+from qat_lora.norms import rms_norm, use_lean_norms
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -44,6 +43,6 @@ def test_it_keeps_its_input_and_one_number_per_row() -> None:
 
 def test_norms_of_another_formula_are_left_alone() -> None:
     model = torch.nn.ModuleDict({"gemma": GemmaRMSNorm(8), "qwen": Qwen3RMSNorm(8), "layer": torch.nn.LayerNorm(8)})
-    models.use_lean_norms(model)
+    use_lean_norms(model)
     assert "forward" in vars(model["qwen"])
     assert "forward" not in vars(model["gemma"]) and "forward" not in vars(model["layer"])

@@ -6,15 +6,17 @@ from torch import Tensor, nn
 
 from qat_lora import models
 from qat_lora.kd import Head
+from qat_lora.mlps import use_lean_mlps
+from qat_lora.norms import use_lean_norms
 from qat_lora.runtime import Runtime
 
 
 def placed(model: nn.Module, runtime: Runtime) -> nn.Module:
-    """Put a model on the runtime's device, with the attention and the norms that are right there; in place."""
+    """Put a model on the runtime's device, with the attention, norms and MLPs that are right there; in place."""
     if runtime.static_graph:
         models.use_chunked_attention(model)
-        models.use_lean_norms(model)
-        models.use_lean_mlps(model)
+        use_lean_norms(model)
+        use_lean_mlps(model)
     return runtime.place(model)
 
 

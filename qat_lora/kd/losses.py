@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qat_lora.config import Support
+from qat_lora.products import accurate
 
 # Stands in for -inf where -inf would turn 0 * log 0 into NaN; exp of it is exactly 0 at any sensible temperature.
 NEVER = -1.0e30
@@ -173,11 +174,6 @@ def _masked_sum(loss: Tensor, mask: Tensor) -> LossSum:
     mask = mask.bool()
     # where, not a product: a padded position may hold an infinity, and 0 * inf is NaN.
     return LossSum(torch.where(mask, loss, torch.zeros_like(loss)).sum(), mask.sum(dtype=torch.float32))
-
-
-def accurate(logits: Tensor) -> Tensor:
-    """Float32, or float64 where it is that already."""
-    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def _same_shape(name: str, x: Tensor, other_name: str, other: Tensor) -> None:

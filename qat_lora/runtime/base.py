@@ -35,11 +35,15 @@ Phase = Literal[
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes in use now and at the highest, on the device where it counts, else of the process."""
+    """Bytes in use now and at the highest, on the device where it counts, else of the process.
+
+    `free_bytes` are what is left to take, which on a host depends on other processes too; None where it is not known.
+    """
 
     used_bytes: int
     peak_bytes: int
     total_bytes: int
+    free_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class Runtime(Protocol):
         rank: 0-based. world_size: 1 when alone; callers never branch on it.
         precision: see `Precision`.
         static_graph: whether whole graphs are compiled ahead, without fused attention and with dear scatters: then
-            models use `qat_lora.attention`, and losses get their candidates' logits apart.
+            models use `qat_lora.attention`, `norms` and `mlps`, and losses get their candidates' logits apart.
     """
 
     device: torch.device
@@ -91,6 +95,9 @@ class Runtime(Protocol):
 
     def save(self, obj: Any, path: Path) -> None:
         """Write with torch.save, atomically; every rank calls, rank 0 writes."""
+
+    def seed(self, seed: int) -> None:
+        """Start the random numbers of host and device anew."""
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context a forward runs in."""
@@ -163,6 +170,10 @@ class Alone:
     device: torch.device
     rank = 0
     world_size = 1
+
+    def seed(self, seed: int) -> None:
+        """Start the random numbers of host and device anew; torch knows every eager device."""
+        torch.manual_seed(seed)
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Nothing: the mean over one rank is the gradient itself."""

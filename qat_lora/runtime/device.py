@@ -80,7 +80,7 @@ def log_memory_usage(tag: str = "", device: torch.device | str | None = None) ->
     kind = str(getattr(device, "type", device or detect_device_type())).split(":")[0]
     if kind == "cuda" and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
-        use = MemoryUse(total - free, torch.cuda.max_memory_allocated(), total)
+        use = MemoryUse(total - free, torch.cuda.max_memory_allocated(), total, free)
     else:
         use = (_xla_memory() if kind in ("xla", "tpu") else None) or process_memory()
     gib = 2**30
@@ -97,7 +97,8 @@ def _xla_memory() -> MemoryUse | None:
         use = xm.get_memory_info(torch_xla.device())
     except RuntimeError:  # PJRT's CPU client counts nothing
         return None
-    return MemoryUse(use["bytes_used"], use.get("peak_bytes_used", use["bytes_used"]), use["bytes_limit"])
+    used, total = use["bytes_used"], use["bytes_limit"]
+    return MemoryUse(used, use.get("peak_bytes_used", used), total, total - used)
 
 
 def enable_transparent_hugepages() -> bool:

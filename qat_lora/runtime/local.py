@@ -71,7 +71,7 @@ class LocalRuntime(Alone):
         """Device memory on CUDA, resident memory of the process elsewhere."""
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            return MemoryUse(total - free, torch.cuda.max_memory_allocated(self.device), total)
+            return MemoryUse(total - free, torch.cuda.max_memory_allocated(self.device), total, free)
         return process_memory()
 
     def log_later(self, fn: Callable[..., None], *tensors: Tensor) -> None:
@@ -92,11 +92,11 @@ class LocalRuntime(Alone):
 
 
 def process_memory() -> MemoryUse:
-    """Resident bytes of this process, its peak, and the machine's total."""
+    """Resident bytes of this process and its peak, the machine's total and what is available of it."""
     status = Path("/proc/self/status")
     if status.exists():  # getrusage's peak is inherited from the parent process there
-        total = _kib_field(Path("/proc/meminfo"), "MemTotal")
-        return MemoryUse(_kib_field(status, "VmRSS"), _kib_field(status, "VmHWM"), total)
+        total, free = (_kib_field(Path("/proc/meminfo"), name) for name in ("MemTotal", "MemAvailable"))
+        return MemoryUse(_kib_field(status, "VmRSS"), _kib_field(status, "VmHWM"), total, free)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
     return MemoryUse(peak, peak, 0)
 

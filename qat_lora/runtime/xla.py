@@ -93,8 +93,11 @@ class XlaRuntime(Alone):
                 f"the XLA device cannot be started ({reason}); end other processes that hold it."
             ) from None
         self.precision = precision_for("tpu" if is_tpu else "xla", dtype)
-        if self.precision.compute is torch.float32 and get_mat_mul_precision() != "highest":
-            set_mat_mul_precision("highest")  # else a TPU multiplies float32 in one pass of bf16
+        # a TPU multiplies float32 in one pass of bf16 unless it is told otherwise
+        wanted = "highest" if self.precision.compute is torch.float32 else "default"
+        if get_mat_mul_precision() != wanted:
+            with _quiet("torch_xla.backends"):  # it warns of setting this twice at the first time, too
+                set_mat_mul_precision(wanted)
         self._diary = PhaseDiary(self.compiled, expectation=_EXPECTATION)
         self._later: list[tuple[Callable[..., None], tuple[Tensor, ...]]] = []
         self._phase_of: list[str] = [""] * self.compiled()
@@ -123,6 +126,11 @@ class XlaRuntime(Alone):
         self.synchronize()
         on_cpu = tree_map(_on_cpu, obj)
         write_atomically(path, lambda stream: torch.save(on_cpu, stream))
+
+    def seed(self, seed: int) -> None:
+        """Start the random numbers of host and device anew; the device takes its seed as data."""
+        super().seed(seed)
+        self._xm.set_rng_state(seed)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Nothing: bf16 is native here, the model itself lies in it."""
@@ -215,7 +223,8 @@ class XlaRuntime(Alone):
             use = self._xm.get_memory_info(self.device)
         except RuntimeError:  # PJRT's CPU client: UNIMPLEMENTED
             return process_memory()
-        return MemoryUse(use["bytes_used"], use.get("peak_bytes_used", use["bytes_used"]), use["bytes_limit"])
+        used, total = use["bytes_used"], use["bytes_limit"]
+        return MemoryUse(used, use.get("peak_bytes_used", used), total, total - used)
 
     def log_later(self, fn: Callable[..., None], *tensors: Tensor) -> None:
         """Call at the next step's end, at an evaluation, or before a save: the device is past the values by then."""
@@ -245,6 +254,16 @@ class XlaRuntime(Alone):
 
     def _note_compilations(self, phase: str) -> None:
         self._phase_of += [phase] * (self.compiled() - len(self._phase_of))
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
 
 
 def _cache_folder(folder: Path | None, rank: int) -> Path | None:

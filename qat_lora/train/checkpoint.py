@@ -59,7 +59,10 @@ def student_checkpoint(
 
 
 def resume_state(state: TrainState) -> dict[str, Any]:
-    """The part that a resumed run reads: optimizer, progress, moving average and random state."""
+    """The part that a resumed run reads: optimizer, progress and moving average.
+
+    Random numbers need none: they follow from the seed and the number of the micro-batch.
+    """
     names = ("step", "best_kl", "best_step", "first_kl", "last_kl", "evaluated_step")
     progress = {name: getattr(state, name) for name in names}
     return {
@@ -67,7 +70,6 @@ def resume_state(state: TrainState) -> dict[str, Any]:
         "progress": progress,
         "trained": {name: p.detach().cpu() for name, p in state.trained.items()},
         "ema": {name: x.cpu() for name, x in state.ema.items()},
-        "rng": torch.get_rng_state(),
     }
 
 
@@ -88,7 +90,6 @@ def restore(state: TrainState, content: dict[str, Any], path: Path) -> None:
     state.optimizer.load_state_dict({"state": content["optimizer"]["state"], "param_groups": groups})
     for name, value in content["progress"].items():
         setattr(state, name, value)
-    torch.set_rng_state(content["rng"])
 
 
 def load_checkpoint(path: Path, *, kind: str | None = None) -> dict[str, Any]:

@@ -10,15 +10,15 @@ from torch import nn
 
 from qat_lora import models
 from qat_lora.config import ExecutionConfig, QatRun, RecoveryRun
-from qat_lora.errors import ConfigError
+from qat_lora.errors import ConfigError, ModelError
 from qat_lora.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
 Run = TypeVar("Run", QatRun, RecoveryRun)
 
-# Seconds that a v6e program takes to compile on two cores, forward and backward, see docs/TPU.md.
-_SECONDS_PER_LAYER = 6
+# Seconds that libtpu takes to compile a step's graphs on two idle cores: docs/TPU.md.
+_SECONDS_PER_LAYER = 5
 _SECONDS_SCANNED = 60
 
 
@@ -47,7 +47,13 @@ def lower_layers(model: nn.Module, execution: ExecutionConfig, runtime: Runtime,
 
     `tokens` are those of one micro-batch on one device, by which ``auto`` decides.
     """
-    depth = models.causal_lm(model).config.get_text_config().num_hidden_layers
+    config = models.causal_lm(model).config.get_text_config()
+    depth, dropout = config.num_hidden_layers, getattr(config, "attention_dropout", None)
+    if runtime.static_graph and dropout:
+        raise ModelError(
+            f"the model drops out attention with p={dropout}, which is not known on XLA; set attention_dropout to 0 in "
+            "its config.json."
+        )
     if execution.scan_layers:
         if not runtime.static_graph:
             raise ConfigError(
@@ -64,15 +70,19 @@ def lower_layers(model: nn.Module, execution: ExecutionConfig, runtime: Runtime,
         models.checkpoint_layers(model, runtime.checkpoint)
     if runtime.static_graph:
         seconds = _SECONDS_SCANNED if execution.scan_layers else _SECONDS_PER_LAYER * depth
-        log.info("%d layers: expect up to %d s of compiling on two host cores, less on more", depth, seconds)
+        log.info("%d layers: expect about %d s of compiling on two idle host cores, less on more", depth, seconds)
 
 
 def _activations_fit(model: nn.Module, runtime: Runtime, tokens: int) -> bool:
     """Whether the activations that backward would keep take less than half of what is free on the device."""
     memory = runtime.memory()
-    needed = models.activation_bytes(model, tokens, runtime.precision.compute)
-    free = memory.total_bytes - memory.used_bytes
-    fits = memory.total_bytes == 0 or needed < free / 2
+    needed = models.activation_bytes(model, tokens, runtime.precision.compute, lean=runtime.static_graph)
+    if memory.free_bytes is None:
+        return True
+    fits = needed < memory.free_bytes / 2
     words = "kept" if fits else "recomputed in backward (--gradient-checkpointing off keeps them)"
-    log.info("activations of about %.2f GiB, %.2f GiB free: %s", needed / 2**30, free / 2**30, words)
-    return fits
+    if not fits and not models.has_checkpointing(model):
+        log.warning("the model cannot recompute its layers (it has no gradient checkpointing): less --batch-size helps")
+        words = "kept"
+    log.info("activations of about %.2f GiB, %.2f GiB free: %s", needed / 2**30, memory.free_bytes / 2**30, words)
+    return words == "kept"

@@ -25,18 +25,28 @@ class RecompileHook:
         self._runtime = runtime
         self._most = max_recompiles
         self._first: frozenset[str] | None = None
-        self._known = self._first_count = 0
+        self._last: StepInfo | None = None
+        self._before, self._known, self._first_count = runtime.compiled(), 0, 0
 
     def start(self, state: TrainState) -> None:
         """Nothing: everything may compile before and in the first step."""
 
     def after_step(self, state: TrainState, info: StepInfo) -> None:
         """Compare the number of compilations with the one after the first step."""
-        compiled = self._runtime.compiled()
+        self._last = info
         if self._first is None:
-            self._first, self._known, self._first_count = signature(state, info), compiled, compiled
-            return
-        if compiled > self._known:
+            self._first = signature(state, info)
+            self._known = self._first_count = self._runtime.compiled()
+        self._look(state, info)
+
+    def end(self, state: TrainState) -> None:
+        """Look once more: after the last evaluation and the last checkpoint."""
+        if self._last is not None:
+            self._look(state, self._last)
+
+    def _look(self, state: TrainState, info: StepInfo) -> None:
+        compiled = self._runtime.compiled()
+        if self._first is not None and compiled > self._known:
             graphs = self._runtime.compilations()
             said = difference(self._first, signature(state, info), graphs[: self._first_count], graphs[self._known :])
             log.warning("step %d compiled %d graph(s) again: %s", info.step, compiled - self._known, said)
@@ -47,19 +57,16 @@ class RecompileHook:
                     f"at step {info.step}: {said}."
                 )
 
-    def end(self, state: TrainState) -> None:
-        """Nothing: the last evaluation and the last checkpoint run what was compiled before."""
-
     @property
     def after_first_step(self) -> int:
         """Compilations since the first step of this launch was done."""
         return self._runtime.compiled() - self._first_count if self._first is not None else 0
 
     def summary(self) -> dict[str, int]:
-        """What summary.json holds of a lazy device: programs, compilations in all, and those after the first step."""
+        """What summary.json holds of a lazy device: programs since this hook was made, and those after step 1."""
         if not self._runtime.static_graph:
             return {}
-        graphs = self._runtime.compilations()
+        graphs = self._runtime.compilations()[self._before :]
         return {
             "graphs": len({graph.hash or str(index) for index, graph in enumerate(graphs)}),
             "compilations": len(graphs),

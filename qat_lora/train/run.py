@@ -172,7 +172,7 @@ def _open(run: QatRun | RecoveryRun, runtime: Runtime, launch: Launch) -> _Input
         check_identity(resumed, identity, last)
         check_same_run(resumed, run, cache.manifest, last)
     check_writable(run.output)
-    torch.manual_seed(loop.seed)  # adapters' initial values and dropout follow from it
+    torch.manual_seed(loop.seed)  # adapters' initial values follow from it
     return _Inputs(cache.part("train", loop.eval_fraction), cache.part("eval", loop.eval_fraction), loaded, resumed)
 
 
@@ -184,7 +184,7 @@ def _fit(
     if inputs.resumed is None:  # after all that may refuse the run
         remove_run(run.output, runtime)
     optimizer = build_optimizer(stage.weights.values(), stage.scales.values(), run.optim)
-    state = TrainState(stage.model, stage.weights | stage.scales, optimizer)
+    state = TrainState(stage.model, stage.weights | stage.scales, optimizer, seed=run.loop.seed)
     if run.optim.ema_decay:
         state.ema = averages_of(state.trained)
     anchor = _anchor(run, runtime, inputs, stage.model)

@@ -21,6 +21,7 @@ class TrainState:
         model: the student; its trained parameters are float32.
         trained: name -> parameter, what the optimizer changes.
         optimizer: AdamW over `trained`, its moments in place from the start.
+        seed: dropout of a micro-batch follows from it and from the micro-batch's number alone.
         step: optimizer steps done.
         ema: name -> moving average of the trained parameters; empty where there is none.
         best_kl, best_step: lowest held-out KL so far, and the step it was seen after.
@@ -31,6 +32,7 @@ class TrainState:
     model: nn.Module
     trained: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
+    seed: int = 0
     step: int = 0
     ema: dict[str, Tensor] = field(default_factory=dict)
     best_kl: float = math.inf

@@ -7,6 +7,7 @@ what changes from one to the next is data, none of it a constant.
 
 from __future__ import annotations
 
+import hashlib
 import time
 
 import torch
@@ -51,6 +52,7 @@ def accumulate_gradients(
     total = torch.zeros((), device=runtime.device)
     runtime.mark_step("counts")
     for index, batch in enumerate(micro_batches):
+        runtime.seed(_seed_of((first_position + index) * runtime.world_size + runtime.rank, state.seed))
         for term in objective.losses(state.model, batch, counts, step=state.step, position=first_position + index):
             total = total + term.loss.detach()
             runtime.mark_step("anchor forward" if term.anchor else "forward")
@@ -58,3 +60,8 @@ def accumulate_gradients(
             runtime.mark_step("anchor backward" if term.anchor else "backward")
         runtime.mark_step("micro-batch")
     return runtime.all_reduce_sum(total)
+
+
+def _seed_of(micro_batch: int, seed: int) -> int:
+    """A seed of 32 bits for a micro-batch, by its number among those of all ranks."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {micro_batch}".encode(), digest_size=4).digest(), "little")

@@ -26,6 +26,8 @@ from qat_lora.cli import commands
 from qat_lora.config import AdapterConfig, ExecutionConfig, KDConfig, OptimConfig, PlaceConfig
 from qat_lora.evaluate import placed
 from qat_lora.kd import KDCacheDataset
+from qat_lora.mlps import use_lean_mlps
+from qat_lora.norms import use_lean_norms
 from qat_lora.presets import scheme
 from qat_lora.quant import freeze_codes, quantize_model
 from qat_lora.runtime import LocalRuntime, runtime_for
@@ -132,14 +134,17 @@ def models_on_xla() -> dict[str, Any]:
 
 def kept(runtime, ids) -> dict[str, int]:
     """Bytes that the forward of an adapted model puts out, nearly all of them for backward."""
+    import torch_xla
+    from peft.tuners.lora import LoraLayer
+
     found = {}
     for name in ("naive", "ours"):
         model = tiny(layers=3).requires_grad_(False)
         models.use_chunked_attention(model)
         model = adapters.attach(model, models.target_linears(model), AdapterConfig(), base_name="")
         if name == "ours":
-            models.use_lean_norms(model)
-            models.use_lean_mlps(model)
+            use_lean_norms(model)
+            use_lean_mlps(model)
         else:
             for layer in model.modules():
                 if type(layer) is adapters._LoraLinear:
@@ -147,7 +152,10 @@ def kept(runtime, ids) -> dict[str, int]:
         runtime.place(model).train()
         hidden_BTH = models.trunk_hidden(model, ids)
         runtime.mark_step("optimizer")
-        assert hidden_BTH.requires_grad
+        hidden_BTH.sum().backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        found[f"{name} barriers"] = torch_xla._XLAC._get_xla_tensors_hlo(grads).count("opt-barrier(")
+        found[f"{name} adapters"] = sum(isinstance(layer, LoraLayer) for layer in model.modules())
         found[name] = runtime.compilations()[-1].bytes_by_use["output"]
     return found
 
@@ -352,6 +360,38 @@ class Failing:
         raise NoDisk("the disk is gone")
 
 
+def resumed_with_dropout(cache: Path, folder: Path, student: Path, runtime) -> dict[str, Any]:
+    """Whether a run with dropout that was cut off in the middle ends as the whole one; and whether it dropped out."""
+
+    def run(output: Path, p: float, **how) -> dict[str, torch.Tensor]:
+        settings = recovery_run(
+            cache, output, student, loop={"max_steps": 4, "save_every": 2, "accumulation_steps": 2},
+            execution=ExecutionConfig(max_recompiles=0), adapter=AdapterConfig(recovery_dropout=p),
+        )  # fmt: skip
+        trained = run_recovery(settings, runtime, **how).state.trained
+        return {name: x.detach().cpu() for name, x in trained.items()}
+
+    class CopyAtTwo:
+        every = 2
+
+        def start(self, state): ...
+
+        def after_step(self, state, info):
+            if info.step == 2:
+                shutil.copytree(folder / "dropping", folder / "cut off")
+
+        def end(self, state): ...
+
+    whole = run(folder / "dropping", 0.25, hooks=[CopyAtTwo()])
+    runtime.seed(12345)  # a resumed run must not depend on the state it is started in
+    resumed = run(folder / "cut off", 0.25, launch="resume")
+    without = run(folder / "not dropping", 0.0)
+    return {
+        "the same": all(torch.equal(x, resumed[name]) for name, x in whole.items()),
+        "others without": not all(torch.equal(x, without[name]) for name, x in whole.items()),
+    }
+
+
 def runs_on_xla(cache: str, folder: str, student: str) -> dict[str, Any]:
     """A run with every loss term, fallbacks to the CPU, memory lines, and what a loader's error does."""
     runtime = runtime_for(ON_XLA)
@@ -378,6 +418,7 @@ def runs_on_xla(cache: str, folder: str, student: str) -> dict[str, Any]:
         found[f"{name} compiles"] = runtime.compiled() - compiled
         compiled = runtime.compiled()
     found["fallbacks"] = [name for name in runtime.metrics() if name.startswith("aten::")]
+    found["dropout"] = resumed_with_dropout(Path(cache), Path(folder), Path(student), runtime)
     lines = [json.loads(line) for line in (Path(folder) / "watched" / "memory.jsonl").read_text().splitlines()]
     found["lines"] = [[line["when"], line["step"], sorted(line)] for line in lines]
     found["graphs"] = [[g["phase"], len(g["hash"]), g["inputs"]] for g in lines[-1]["graphs"]]
@@ -519,6 +560,12 @@ def test_backward_keeps_no_tensor_beside_its_view(on_xla) -> None:
     assert on_xla["kept"]["ours"] <= 0.55 * on_xla["kept"]["naive"]
 
 
+def test_gradients_of_weights_are_not_put_off(on_xla) -> None:
+    """One barrier for A and one for B of each adapter; but the input of q and v in layer 0 has no gradient."""
+    assert on_xla["kept"]["naive barriers"] == 0
+    assert on_xla["kept"]["ours barriers"] == 2 * on_xla["kept"]["ours adapters"] - 2
+
+
 def test_nothing_is_compiled_after_the_first_step_of_the_optimizer_which_torchs_own_ways_all_do() -> None:
     found = run_program("optimizers_on_xla")
     traps = {name: counts for name, counts in found.items() if not name.startswith("ours")}
@@ -591,6 +638,11 @@ def test_memory_lines_say_what_torch_xla_says(runs) -> None:
         assert phases.count(phase) == 1, f"{phase} in {phases}"
     assert all(length == 32 for _, length, _ in runs["graphs"]), "each has a hash"
     assert runs["tensors"]["xla:0 float32"]["bytes"] > 0
+
+
+def test_a_run_with_dropout_that_was_cut_off_ends_as_the_whole_one(runs) -> None:
+    """The device draws its own numbers, which no state of the host's describes; --max-recompiles 0."""
+    assert runs["dropout"] == {"the same": True, "others without": True}
 
 
 def test_an_error_of_the_loader_reaches_the_caller_which_torch_xlas_own_keeps_to_itself(runs) -> None:

@@ -81,7 +81,8 @@ def test_30_steps_compile_nothing_after_the_first_and_end_where_the_cpu_ends(
     found = phase_run if sync == "phase" else run_program("train", tail_cache, tmp_path / "rec", student, sync)
     assert found["summary"]["compilations_after_first_step"] == 0
     assert [phase for phase, _ in found["graphs"] if phase in sum(STEP_PROGRAMS.values(), [])] == STEP_PROGRAMS[sync]
-    assert found["summary"]["graphs"] == len({graph for _, graph in found["graphs"]}) == len(found["graphs"])
+    assert len({graph for _, graph in found["graphs"]}) == len(found["graphs"])
+    assert found["summary"]["graphs"] == len(found["graphs"]) - 1, "all but the one that places the model"
     assert found["losses"] == pytest.approx(on_cpu["losses"], rel=1e-4)
     assert found["kl"] == pytest.approx(on_cpu["kl"], rel=1e-4)
     assert found["adapter"].keys() == on_cpu["adapter"].keys()

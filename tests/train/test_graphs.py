@@ -136,6 +136,26 @@ def test_the_first_step_of_a_launch_may_compile_whatever_its_number(caplog) -> N
     assert warnings(caplog) == [] and hook.after_first_step == 0
 
 
+def test_what_is_compiled_after_the_last_step_is_told_at_the_end(caplog) -> None:
+    """By the last evaluation or the last checkpoint."""
+    hook, state = RecompileHook(Lazy(), max_recompiles=0), state_of()
+    hook.after_step(state, info(1))
+    hook.after_step(state, info(2))
+    hook._runtime.graphs.append(BACKWARD)
+    with pytest.raises(
+        TrainingError, match="1 compilations after the first step, --max-recompiles allows 0; at step 2"
+    ):
+        hook.end(state)
+
+
+def test_graphs_of_earlier_runs_of_the_process_are_not_counted() -> None:
+    runtime = Lazy()
+    runtime.graphs += [BACKWARD, BACKWARD]
+    assert RecompileHook(runtime, max_recompiles=0).summary() == {
+        "graphs": 0, "compilations": 0, "compilations_after_first_step": 0,
+    }  # fmt: skip
+
+
 def info(step: int, **shapes: tuple[int, ...]) -> StepInfo:
     found = tuple((name, shape, torch.int64) for name, shape in shapes.items())
     return StepInfo(step, torch.tensor(0.0), torch.tensor(0.0), 0.1, 1, 0.1, found)
@@ -190,8 +210,9 @@ def test_inputs_are_compared_with_those_of_the_same_phase() -> None:
 
 def test_graphs_that_are_one_program_are_counted_once() -> None:
     runtime = Lazy()
+    hook = RecompileHook(runtime, max_recompiles=-1)
     runtime.graphs = [BACKWARD, BACKWARD, CompiledGraph("forward"), CompiledGraph("forward")]
-    summary = RecompileHook(runtime, max_recompiles=-1).summary()
+    summary = hook.summary()
     assert (summary["graphs"], summary["compilations"]) == (3, 4), "a graph without a hash is not known to be another's"
 
 

@@ -27,7 +27,7 @@ class Counting(LocalRuntime):
         super().__init__("cpu")
 
     def memory(self) -> MemoryUse:
-        return MemoryUse(10, 20, 30)
+        return MemoryUse(10, 20, 30, 40)
 
     def metrics(self) -> dict[str, float]:
         return {"UncachedCompile": 4.0}
@@ -55,7 +55,7 @@ def written(path, state, level: str) -> list[dict]:
     return lines(path)
 
 
-BASIC = {"when", "step", "used_bytes", "peak_bytes", "total_bytes"}
+BASIC = {"when", "step", "used_bytes", "peak_bytes", "total_bytes", "free_bytes"}
 FIELDS = {
     "basic": BASIC,
     "tensors": BASIC | {"tensors", "largest"},

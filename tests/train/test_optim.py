@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from qat_lora.config import OptimConfig
+from qat_lora.errors import ConfigError
 from qat_lora.runtime import LocalRuntime
 from qat_lora.train.optim import build_optimizer, clip_gradients, lr_at, set_lr, swapped_in, update_ema
 from tests.tolerances import ONE_STEP_FLOAT32
@@ -94,3 +95,9 @@ def test_the_moving_average_follows_its_formula_and_swapping_is_undone_even_afte
         assert p.item() == 0.25
         raise RuntimeError
     assert (p.item(), ema["p"].item()) == (1.0, 0.25)
+
+
+def test_scales_without_a_learning_rate_are_refused() -> None:
+    """Where the learning rate is a tensor, as on XLA, AdamW divides 0 by it: not a number where a gradient is 0."""
+    with pytest.raises(ConfigError, match="scale_lr_ratio=0"):
+        OptimConfig(scale_lr_ratio=0.0)
