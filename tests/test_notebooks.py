@@ -115,6 +115,20 @@ def test_its_commands_are_valid_runs_of_every_step(small, monkeypatch) -> None:
         assert cache.data == "hf:Salesforce/wikitext:wikitext-103-raw-v1"
 
 
+def test_a_finished_cache_is_downloaded_whole_and_one_that_is_there_left_alone(cache_dir, tmp_path) -> None:
+    (cell,) = [cell for cell in cells_of(TPU, "code") if cell["id"] == "cache-download"]
+    source = "".join(cell["source"])
+    (tmp_path / "cache.part").mkdir()  # of a download that was cut off
+    here = tmp_path / "cache"
+    exec(source, {"CACHE_FROM": "", "CACHE": here})
+    assert not here.exists(), "nothing is asked for"
+    exec(source, {"CACHE_FROM": f"file://{cache_dir}", "CACHE": here})
+    names = sorted(path.relative_to(cache_dir) for path in cache_dir.rglob("*") if path.is_file())
+    assert names and names == sorted(path.relative_to(here) for path in here.rglob("*") if path.is_file())
+    assert all((here / name).read_bytes() == (cache_dir / name).read_bytes() for name in names)
+    exec(source, {"CACHE_FROM": "file:///nowhere", "CACHE": here})
+
+
 STAND_IN = """#!{python}
 import os, re, shutil, sys
 from pathlib import Path
