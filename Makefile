@@ -15,7 +15,7 @@ FINDS_TPU := -c "import sys; from qat_lora import is_tpu_available; sys.exit(not
 
 ifeq ($(DEVICE),xla)
 demo: venv-xla
-	.venv-xla/bin/python $(FINDS_TPU) || export PJRT_DEVICE=CPU; .venv-xla/bin/qat-lora demo --device tpu $(DEMO_ARGS)
+	.venv-xla/bin/python $(FINDS_TPU) || export PJRT_DEVICE=$${PJRT_DEVICE:-CPU}; .venv-xla/bin/qat-lora demo --device tpu $(DEMO_ARGS)
 else
 demo: venv  ## all five steps on the embedded teacher, under five minutes on two cores
 	.venv/bin/qat-lora demo --device $(DEVICE) $(DEMO_ARGS)
@@ -66,7 +66,7 @@ venv-tpu: .venv-tpu/.ready
 .venv-xla/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-xla
 	.venv-xla/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[xla,dev,notebook]"
-	! .venv-xla/bin/python $(FINDS_TPU) || .venv-xla/bin/pip install --quiet -c constraints.txt -e ".[tpu]"
+	! .venv-xla/bin/python $(FINDS_TPU) || .venv-xla/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[tpu]"
 	@touch $@
 
 # libtpu compiles for a TPU on a machine without one; benchmarks/tpu_compile.py makes the same by itself.

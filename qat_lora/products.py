@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
@@ -28,25 +28,29 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     kind = x.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
-    if not weight_OI.is_leaf:  # what is made for this product is not kept twice as wide as it is used
+    if not isinstance(weight_OI, nn.Parameter):  # what is made for this product is not kept twice as wide as it is used
         weight_OI = weight_OI.to(x.dtype)
     output: Tensor = _Linear.apply(x, weight_OI, bias_O)
     return output
 
 
 def made_from(output: Tensor, recipe: Callable[..., Tensor], *sources: Tensor) -> Tensor:
-    """Note on a tensor that recipe(*sources) gives it, bit for bit, as long as nobody changes it in place; return it.
+    """Note on a tensor that recipe(*sources) gives it, bit for bit; return it.
 
-    Sources are tensors that backward keeps anyway; if one is changed in place, backward says so, as it always does.
+    Sources are tensors that backward keeps anyway. The note is void once the tensor or a source was changed in place.
     """
-    if not output.is_inference():  # such a tensor has no version, and no backward
-        output._made_from = recipe, sources, output._version  # type: ignore[attr-defined]
+    if torch.is_grad_enabled():  # else there is no backward to keep anything for
+        output._made_from = recipe, sources, _versions(output, *sources)  # type: ignore[attr-defined]
     return output
 
 
 def _recipe_of(x: Tensor) -> tuple[Callable[..., Tensor] | None, tuple[Tensor, ...]]:
-    recipe, sources, version = getattr(x, "_made_from", (None, (), 0))
-    return (recipe, sources) if recipe is not None and version == x._version else (None, (whole(x),))
+    recipe, sources, versions = getattr(x, "_made_from", (None, (), ()))
+    return (recipe, sources) if recipe is not None and versions == _versions(x, *sources) else (None, (whole(x),))
+
+
+def _versions(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(x._version for x in tensors)
 
 
 def whole(x: Tensor) -> Tensor:

@@ -224,6 +224,34 @@ def test_an_evaluation_leaves_dropout_on(tmp_path, cache_dir, runtime) -> None:
     assert_same(contents[0]["trained"], contents[1]["trained"])
 
 
+def test_every_micro_batch_of_every_rank_and_run_draws_numbers_of_its_own(runtime) -> None:
+    class Seeds(LocalRuntime):
+        def __init__(self, rank: int) -> None:
+            super().__init__("cpu")
+            self.rank, self.world_size, self.drawn = rank, 3, []
+
+        def seed(self, seed: int) -> None:
+            super().seed(seed)
+            self.drawn.append(float(torch.rand(())))
+
+    class Nothing:
+        def counts(self, batches, *, position):
+            return None
+
+        def losses(self, model, batch, counts, *, step, position):
+            return iter(())
+
+    drawn = []
+    for rank in range(3):
+        for seed in (0, 1):
+            device = Seeds(rank)
+            state = TrainState(None, {}, None, seed=seed)
+            for position in (0, 2):
+                accumulate_gradients(state, [{}, {}], Nothing(), device, first_position=position)
+            drawn += device.drawn
+    assert len(set(drawn)) == len(drawn) == 3 * 2 * 4
+
+
 def test_streaming_and_preloading_train_the_same(tmp_path, cache_dir, runtime) -> None:
     contents = []
     for preload in (True, False):

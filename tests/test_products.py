@@ -100,6 +100,25 @@ def test_a_tensor_that_was_changed_since_is_kept_itself() -> None:
     assert torch.equal(grad_OI, (2 * x_BI).detach().sum(0).expand(4, 6))
 
 
+@pytest.mark.parametrize("changed", ["x", "gate"])
+def test_a_source_that_was_changed_since_voids_the_recipe(changed) -> None:
+    """Between the norm and the product, where backward of the norm may never run and so never complain."""
+    x, norm_weight, gate, up, weight_OI = leaves((9, 8), (8,), (9, 8), (9, 8), (4, 8))
+    x, gate = (tensor.detach().clone() for tensor in (x, gate))
+    output = rms_norm(x, norm_weight.detach(), 1e-6) if changed == "x" else silu_times(gate, up.detach())
+    (expected,) = torch.autograd.grad(F.linear(output.clone(), weight_OI).sum(), weight_OI)
+    {"x": x, "gate": gate}[changed].mul_(3)
+    (found,) = torch.autograd.grad(linear(output, weight_OI, None).sum(), weight_OI)
+    assert torch.equal(found, expected)
+
+
+def test_without_gradients_nothing_is_held() -> None:
+    x, norm_weight = leaves((9, 8), (8,))
+    with torch.no_grad():
+        output = rms_norm(x, norm_weight, 1e-6)
+    assert not hasattr(output, "_made_from")
+
+
 def test_a_weight_made_for_the_product_is_kept_as_narrow_as_it_is_used() -> None:
     x_BI, weight_OI = leaves((3, 6), (4, 6))
     with torch.autocast("cpu", torch.bfloat16):

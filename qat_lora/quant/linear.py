@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from qat_lora import products
 from qat_lora.config import LinearQuant
-from qat_lora.products import linear
 from qat_lora.quant.init import InitialState, search_initial_state
 from qat_lora.quant.packing import pack, packed_bytes, unpack
 from qat_lora.quant.primitives import dequantize, fake_quantize, level_values, quantize, round_through
@@ -140,7 +140,7 @@ class QuantLinear(_OwnDtypes, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
-        return linear(input, self.quantizer(self.weight).to(input.dtype), self.bias)
+        return products.linear(input, self.quantizer(self.weight).to(input.dtype), self.bias)
 
 
 class CodedLinear(_OwnDtypes, nn.Linear):

@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch import nn
 
 from qat_lora import models
-from qat_lora.config import ExecutionConfig, QatRun, RecoveryRun
+from qat_lora.config import ExecutionConfig, QatRun, RecoveryRun, Sync
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.runtime import Runtime
 
@@ -17,9 +17,11 @@ log = logging.getLogger(__name__)
 
 Run = TypeVar("Run", QatRun, RecoveryRun)
 
-# Seconds that libtpu takes to compile a step's graphs on two idle cores: docs/TPU.md.
-_SECONDS_PER_LAYER = 5
-_SECONDS_SCANNED = 60
+# Seconds that libtpu takes at most to compile a step's graphs on two idle cores: docs/TPU.md.
+_SECONDS_PER_LAYER = 8
+_SECONDS_SCANNED = 130
+# Forward and backward in one program: the compiler decides what is kept, and lets more of it pile up.
+_ONE_PROGRAM_KEEPS = 3
 
 
 def autoscaled(run: Run, runtime: Runtime) -> Run:
@@ -65,18 +67,20 @@ def lower_layers(model: nn.Module, execution: ExecutionConfig, runtime: Runtime,
             )
         models.scan_decoder(model, runtime.scan)
     elif execution.gradient_checkpointing == "on" or (
-        execution.gradient_checkpointing == "auto" and not _activations_fit(model, runtime, tokens)
+        execution.gradient_checkpointing == "auto" and not _activations_fit(model, runtime, tokens, execution.sync)
     ):
         models.checkpoint_layers(model, runtime.checkpoint)
     if runtime.static_graph:
         seconds = _SECONDS_SCANNED if execution.scan_layers else _SECONDS_PER_LAYER * depth
-        log.info("%d layers: expect about %d s of compiling on two idle host cores, less on more", depth, seconds)
+        log.info("%d layers: expect up to %d s of compiling on two idle host cores, less on more", depth, seconds)
 
 
-def _activations_fit(model: nn.Module, runtime: Runtime, tokens: int) -> bool:
+def _activations_fit(model: nn.Module, runtime: Runtime, tokens: int, sync: Sync) -> bool:
     """Whether the activations that backward would keep take less than half of what is free on the device."""
     memory = runtime.memory()
-    needed = models.activation_bytes(model, tokens, runtime.precision.compute, lean=runtime.static_graph)
+    needed = models.activation_bytes(model, tokens, runtime.precision.compute, lean=_is_lean(model))
+    if runtime.static_graph and sync != "phase":
+        needed *= _ONE_PROGRAM_KEEPS
     if memory.free_bytes is None:
         return True
     fits = needed < memory.free_bytes / 2
@@ -86,3 +90,10 @@ def _activations_fit(model: nn.Module, runtime: Runtime, tokens: int) -> bool:
         words = "kept"
     log.info("activations of about %.2f GiB, %.2f GiB free: %s", needed / 2**30, memory.free_bytes / 2**30, words)
     return words == "kept"
+
+
+def _is_lean(model: nn.Module) -> bool:
+    """Whether the model's norms and MLPs were all replaced by lean ones."""
+    kinds = ("RMSNorm", "MLP")
+    found = [m for m in model.modules() if type(m).__name__.endswith(kinds)]
+    return bool(found) and all("forward" in vars(m) for m in found)

@@ -37,25 +37,28 @@ class RecompileHook:
         if self._first is None:
             self._first = signature(state, info)
             self._known = self._first_count = self._runtime.compiled()
-        self._look(state, info)
+        said = self._look(state, info, self._first)
+        if said and 0 <= self._most < self.after_first_step:
+            raise TrainingError(
+                f"{self.after_first_step} compilations after the first step, --max-recompiles allows {self._most}; "
+                f"at step {info.step}: {said}."
+            )
 
     def end(self, state: TrainState) -> None:
-        """Look once more: after the last evaluation and the last checkpoint."""
-        if self._last is not None:
-            self._look(state, self._last)
+        """Look once more, after the last evaluation and the last checkpoint; there is nothing left to stop."""
+        if self._first is not None and self._last is not None:
+            self._look(state, self._last, self._first)
 
-    def _look(self, state: TrainState, info: StepInfo) -> None:
-        compiled = self._runtime.compiled()
-        if self._first is not None and compiled > self._known:
-            graphs = self._runtime.compilations()
-            said = difference(self._first, signature(state, info), graphs[: self._first_count], graphs[self._known :])
-            log.warning("step %d compiled %d graph(s) again: %s", info.step, compiled - self._known, said)
-            self._known = compiled
-            if 0 <= self._most < self.after_first_step:
-                raise TrainingError(
-                    f"{self.after_first_step} compilations after the first step, --max-recompiles allows {self._most}; "
-                    f"at step {info.step}: {said}."
-                )
+    def _look(self, state: TrainState, info: StepInfo, first: frozenset[str]) -> str:
+        """Warn of compilations since the last look, and say what they differ in; empty where there were none."""
+        compiled, known = self._runtime.compiled(), self._known
+        if compiled == known:
+            return ""
+        self._known = compiled
+        graphs = self._runtime.compilations()
+        said = difference(first, signature(state, info), graphs[: self._first_count], graphs[known:])
+        log.warning("step %d compiled %d graph(s) again: %s", info.step, compiled - known, said)
+        return said
 
     @property
     def after_first_step(self) -> int:
