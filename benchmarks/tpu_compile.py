@@ -183,20 +183,25 @@ def _compile(case: Any, topology: str, folder: Path) -> list[dict[str, Any]]:
     """Trace a case and compile its programs, in an order that they are run in."""
     from tpu_trace import trace
 
-    programs = trace(case, folder)
+    return [
+        {"phase": p.phase, "runs": p.runs, "resident_bytes": p.resident_bytes, "donated_bytes": p.donated_bytes}
+        | _compiled(p.path, topology)
+        for p in trace(case, folder)
+    ]
+
+
+def _compiled(program: Path, topology: str) -> dict[str, Any]:
+    """What the compiler says of one program, in a process of its own: reading one in may take 18 GB for a moment."""
+    script = Path(__file__).with_name("tpu_compiler.py")
     done = subprocess.run(
-        [str(_compiler_python()), str(Path(__file__).with_name("tpu_compiler.py")), topology]
-        + [str(p.path) for p in programs],
-        capture_output=True,
-        text=True,
+        [str(_compiler_python()), str(script), topology, str(program)], capture_output=True, text=True
     )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if len(lines) != len(programs):
-        raise RuntimeError(f"the compiler ended with {done.returncode}: {done.stderr[-1500:]}")
-    return [
-        {"phase": p.phase, "runs": p.runs, "resident_bytes": p.resident_bytes, "donated_bytes": p.donated_bytes} | line
-        for p, line in zip(programs, lines, strict=True)
-    ]
+    if not lines:
+        died = "was killed, for want of the host's memory" if done.returncode == -9 else f"ended with {done.returncode}"
+        raise RuntimeError(f"the compiler {died}: {done.stderr[-1500:]}")
+    found: dict[str, Any] = lines[0]
+    return found
 
 
 def _recomputes(case: Any) -> bool:
