@@ -140,6 +140,9 @@ class LoopConfig:
     max_steps: int = setting(300, "optimizer steps")
     batch_size: int = setting(8, "rows per micro-batch on one device")
     accumulation_steps: int = setting(1, "micro-batches per optimizer step")
+    global_batch_size: int = setting(
+        0, "rows per optimizer step over all ranks, from which --accumulation-steps follows; 0: the other way round"
+    )
     log_every: int = setting(10, "steps between two log lines")
     eval_every: int = setting(100, "steps between two evaluations on held-out cache rows; 0: at start and end only")
     save_every: int = setting(100, "steps between two checkpoints; 0: at the end only")
@@ -152,7 +155,7 @@ class LoopConfig:
     def __post_init__(self) -> None:
         for name in ("max_steps", "batch_size", "accumulation_steps", "log_every", "eval_rows"):
             check_range(self, name, at_least=1)
-        for name in ("eval_every", "save_every", "keep_last", "seed"):
+        for name in ("global_batch_size", "eval_every", "save_every", "keep_last", "seed"):
             check_range(self, name, at_least=0)
         check_range(self, "seed", below=2**32)  # what a NumPy seed can hold
         check_range(self, "eval_fraction", above=0.0, below=1.0)
@@ -166,10 +169,12 @@ class PlaceConfig:
     allow_fallback: bool = setting(False, "go on with the CPU, with a warning, where the named device is absent")
     dtype: Dtype = setting("auto", "compute precision; auto: fp32 on CPU and MPS, bf16 on CUDA and TPU")
     threads: int = setting(0, "CPU threads; 0 leaves torch's own choice")
+    barrier_timeout: int = setting(600, "seconds after which a rank gives up waiting for the others")
 
     def __post_init__(self) -> None:
         check_choices(self)
         check_range(self, "threads", at_least=0)
+        check_range(self, "barrier_timeout", at_least=1)
 
 
 @dataclass(frozen=True)

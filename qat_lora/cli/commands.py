@@ -96,7 +96,7 @@ def recover(run: RecoveryRun, *, launch: Launch = "new") -> RunResult:
 
 
 def _runtime(run: QatRun | RecoveryRun) -> Runtime:
-    return runtime_for(run.place, sync=run.execution.sync, folder=run.output)
+    return runtime_for(run.place, sync=run.execution.sync, folder=run.output, many=True)
 
 
 def evaluate(run: EvalRun) -> Fidelity:

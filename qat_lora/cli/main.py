@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import errno
 import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +34,8 @@ def main(argv: list[str] | None = None) -> int:
         _start_logging(quiet=args.quiet or args.command == "demo")  # its bars say enough
         return int(_COMMANDS[args.command](args) or 0)
     except QatLoraError as error:
-        print(f"qat-lora: error: {error}", file=sys.stderr)
+        rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+        print(f"qat-lora: error{rank}: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         if error.errno not in _OUTSIDE:
@@ -100,7 +102,11 @@ def _demo(args: argparse.Namespace) -> None:
 
 
 def _print_result(result: Any) -> None:
+    from qat_lora.cli.progress import IS_FIRST_RANK
+
     state = result.state
+    if not IS_FIRST_RANK:
+        return
     print(
         f"{result.best}: held-out KL {state.best_kl:.4f} after {state.best_step} steps "
         f"({state.first_kl:.4f} before the first, {state.last_kl:.4f} after the last)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,7 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from qat_lora.train.loop import Hook
 from qat_lora.train.state import StepInfo, TrainState
 
-console = Console(stderr=True)
+IS_FIRST_RANK = os.environ.get("RANK", "0") == "0"  # of those that torchrun started; alone one is the first
+console = Console(stderr=True, quiet=not IS_FIRST_RANK)
 
 
 @contextmanager

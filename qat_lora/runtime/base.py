@@ -93,6 +93,9 @@ class Runtime(Protocol):
     def barrier(self, tag: str) -> None:
         """Wait until every rank has come to the barrier of that name."""
 
+    def first(self, tag: str) -> contextlib.AbstractContextManager[None]:
+        """The context in which rank 0 does something before the others do: they wait at the barrier of that name."""
+
     def save(self, obj: Any, path: Path) -> None:
         """Write with torch.save, atomically; every rank calls, rank 0 writes."""
 
@@ -184,6 +187,10 @@ class Alone:
 
     def barrier(self, tag: str) -> None:
         """Nothing: nobody to wait for."""
+
+    def first(self, tag: str) -> contextlib.AbstractContextManager[None]:
+        """Nothing: nobody to wait for."""
+        return contextlib.nullcontext()
 
     def loop(self, body: Body, carry: list[Tensor], xs: list[Tensor], size: int) -> tuple[list[Tensor], list[Tensor]]:
         """One part after the other."""

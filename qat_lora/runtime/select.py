@@ -17,14 +17,15 @@ from qat_lora.runtime.local import LocalRuntime
 log = logging.getLogger(__name__)
 
 
-def runtime_for(place: PlaceConfig, *, sync: Sync = "phase", folder: Path | None = None) -> Runtime:
+def runtime_for(place: PlaceConfig, *, sync: Sync = "phase", folder: Path | None = None, many: bool = False) -> Runtime:
     """Return the runtime for ``--device``; raises DeviceError, or falls back to the CPU where that is allowed.
 
-    `sync` is where XLA cuts its graph; `folder` is where a TPU may keep its compiled programs, in ``xla_cache``.
+    `sync` is where XLA cuts its graph; `folder` is where a TPU may keep its compiled programs, in ``xla_cache``; `many`
+    says that the command knows how to share its work with other ranks.
     """
     processes = os.environ.get("WORLD_SIZE", "1")
-    if processes != "1":
-        raise DeviceError(f"WORLD_SIZE={processes}, but this version trains on one device; run without torchrun.")
+    if processes != "1" and not many:
+        raise DeviceError(f"WORLD_SIZE={processes}, but this command runs on one device; run it without torchrun.")
     asked_for_tpu = os.environ.get("PJRT_DEVICE", "").upper() == "TPU"  # even where torch_xla is missing
     kind = ("tpu" if asked_for_tpu else detect_device_type()) if place.device == "auto" else place.device
     missing = _why_absent(kind)
@@ -33,16 +34,22 @@ def runtime_for(place: PlaceConfig, *, sync: Sync = "phase", folder: Path | None
     if missing:
         log.warning("--device %s is not here (%s); going on with the CPU", kind, missing)
         kind = "cpu"
-    runtime = _start(kind, place, sync, folder)
+    if processes != "1" and kind not in ("cpu", "cuda"):
+        raise DeviceError(f"WORLD_SIZE={processes} needs --device cpu or cuda, not {kind}; run without torchrun.")
+    runtime = _start(kind, place, sync, folder, several=processes != "1")
     log.info("device %s, compute in %s: %s", runtime.device, runtime.precision.compute, runtime.precision.reason)
     return runtime
 
 
-def _start(kind: str, place: PlaceConfig, sync: Sync, folder: Path | None) -> Runtime:
+def _start(kind: str, place: PlaceConfig, sync: Sync, folder: Path | None, *, several: bool) -> Runtime:
     if kind == "tpu":
         from qat_lora.runtime.xla import XlaRuntime
 
         return XlaRuntime(dtype=place.dtype, sync=sync, cache_dir=None if folder is None else folder / "xla_cache")
+    if several:
+        from qat_lora.runtime.distributed import DistributedRuntime
+
+        return DistributedRuntime(kind, dtype=place.dtype, threads=place.threads, barrier_timeout=place.barrier_timeout)
     return LocalRuntime(kind, dtype=place.dtype, threads=place.threads)
 
 

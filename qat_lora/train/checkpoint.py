@@ -7,6 +7,7 @@ model it was made from and the versions that made it, and is self-contained but 
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import pickle
 import shutil
@@ -33,6 +34,7 @@ FORMAT = "qat_lora.checkpoint"
 _FREE_ON_RESUME = (
     *("output", "place", "execution", "model", "cache_dir", "checkpoint", "preset", "preload"),
     *("max_steps", "log_every", "eval_every", "save_every", "keep_last"),
+    *("batch_size", "accumulation_steps", "global_batch_size"),  # their product over the ranks is compared
 )
 _PACKAGES = ("transformers", "peft", "safetensors")
 
@@ -125,9 +127,26 @@ def check_identity(content: dict[str, Any], identity: Identity, path: Path) -> N
             )
 
 
-def check_same_run(content: dict[str, Any], run: QatRun | RecoveryRun, manifest: CacheManifest, path: Path) -> None:
-    """Raise CheckpointError where the resumed run would be another one: at a setting, or at the cache."""
+def check_same_run(
+    content: dict[str, Any], run: QatRun | RecoveryRun, manifest: CacheManifest, path: Path, world_size: int
+) -> None:
+    """Raise CheckpointError where the resumed run would be another one: at a setting, or at the cache.
+
+    The number of ranks may be another, as long as a step has equally many rows: the stream of rows is then the same.
+    """
     _check_settings(content["run"], to_json(run), path)
+    saved, ranks = content["run"]["loop"], content.get("world_size", 1)
+    ours = (run.loop.batch_size, run.loop.accumulation_steps, world_size)
+    theirs = (saved["batch_size"], saved["accumulation_steps"], ranks)
+    if math.prod(ours) != math.prod(theirs):
+        names = ("batch_size={}", "accumulation_steps={}", "{} rank(s)")
+        said = [
+            " x ".join(name.format(n) for name, n in zip(names, numbers, strict=True)) for numbers in (theirs, ours)
+        ]
+        raise CheckpointError(
+            f"{path} was made with {said[0]} = {math.prod(theirs)} rows per step, this run has {said[1]} = "
+            f"{math.prod(ours)}; resume with as many rows, or start another run in another --output."
+        )
     for name, value in manifest.identity().items():
         if content["cache"].get(name) != value:
             raise CheckpointError(

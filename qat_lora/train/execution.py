@@ -44,6 +44,25 @@ def autoscaled(run: Run, runtime: Runtime) -> Run:
     return dataclasses.replace(run, loop=loop, optim=optim, execution=done)
 
 
+def with_global_batch(run: Run, runtime: Runtime) -> Run:
+    """Return the run with the accumulation that makes up its global batch on so many ranks, where it names one."""
+    loop, ranks = run.loop, runtime.world_size
+    if not loop.global_batch_size:
+        return run
+    steps, rest = divmod(loop.global_batch_size, loop.batch_size * ranks)
+    if rest or not steps:
+        raise ConfigError(
+            f"global_batch_size={loop.global_batch_size} is no multiple of batch_size={loop.batch_size} on {ranks} "
+            f"rank(s); use {max(1, steps) * loop.batch_size * ranks}, or another --batch-size."
+        )
+    if loop.accumulation_steps not in (1, steps):
+        raise ConfigError(
+            f"global_batch_size={loop.global_batch_size} makes accumulation_steps={steps} of batch_size="
+            f"{loop.batch_size} on {ranks} rank(s), but accumulation_steps={loop.accumulation_steps}; drop one of them."
+        )
+    return dataclasses.replace(run, loop=dataclasses.replace(loop, accumulation_steps=steps))
+
+
 def lower_layers(model: nn.Module, execution: ExecutionConfig, runtime: Runtime, *, tokens: int) -> None:
     """Set how a model's layers run in training, in place, once it is quantised, adapted and placed.
 

@@ -30,6 +30,7 @@ class LossLog:
 
     path: Path
     rows: list[dict[str, float]] = field(default_factory=list)
+    writes: bool = True  # one rank of several does
 
     def open_at(self, step: int) -> None:
         """Keep the rows of up to `step` steps done and forget the rest."""
@@ -38,6 +39,8 @@ class LossLog:
                 self.rows = [
                     row for row in map(_parsed, csv.DictReader(stream)) if row is not None and row["step"] <= step
                 ]
+        if not self.writes:
+            return
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, COLUMNS)
         writer.writeheader()
@@ -48,8 +51,9 @@ class LossLog:
         """Append one row; columns without a value stay empty."""
         row = {name: float(values.get(name, math.nan)) for name in COLUMNS}
         self.rows.append(row)
-        with self.path.open("a", newline="") as stream:
-            csv.DictWriter(stream, COLUMNS).writerow(_readable(row))
+        if self.writes:
+            with self.path.open("a", newline="") as stream:
+                csv.DictWriter(stream, COLUMNS).writerow(_readable(row))
 
 
 class LogHook:

@@ -40,7 +40,7 @@ from qat_lora.train.checkpoint import (
     student_checkpoint,
     versions,
 )
-from qat_lora.train.execution import autoscaled, lower_layers
+from qat_lora.train.execution import autoscaled, lower_layers, with_global_batch
 from qat_lora.train.graphs import RecompileHook
 from qat_lora.train.hooks import CheckpointHook, EvalHook, LogHook, LossLog, SpeedHook
 from qat_lora.train.loop import Hook, train
@@ -90,7 +90,7 @@ def run_qat(run: QatRun, runtime: Runtime, *, launch: Launch = "new", hooks: Seq
     """Train a quantised student against a cache; what does not fit raises a QatLoraError before the first step."""
     if run.checkpoint and launch == "from_scratch":
         raise ConfigError(f"--from-scratch contradicts --checkpoint {run.checkpoint}; drop one of them.")
-    run = autoscaled(run, runtime)
+    run = with_global_batch(autoscaled(run, runtime), runtime)
     inputs = _open(run, runtime, launch)
     model, start = inputs.loaded.model, inputs.resumed
     if start is None and run.checkpoint:
@@ -123,7 +123,8 @@ def run_recovery(
     resuming = launch == "resume" and last.exists()
     path = last if resuming else Path(run.checkpoint)
     start = load_checkpoint(path, kind=run.command if resuming else QatRun.command)
-    run = autoscaled(dataclasses.replace(run, model=run.model or start["identity"]["name"]), runtime)
+    run = dataclasses.replace(run, model=run.model or start["identity"]["name"])
+    run = with_global_batch(autoscaled(run, runtime), runtime)
     inputs = _open(run, runtime, launch)
     check_identity(start, inputs.loaded.identity, path)
     model = restored(inputs.loaded.model, start, path)
@@ -161,7 +162,8 @@ def _open(run: QatRun | RecoveryRun, runtime: Runtime, launch: Launch) -> _Input
         run.cache_dir, rank=runtime.rank, world_size=runtime.world_size, preload=loop.preload, seed=loop.seed
     )
     cache.require(temperature=kd.temperature, seq_len=kd.seq_len or None, top_k=kd.top_k or None)
-    loaded = models.load(run.model or cache.manifest.teacher)
+    with runtime.first("model_download"):
+        loaded = models.load(run.model or cache.manifest.teacher)
     identity = loaded.identity
     cache.require(vocab_size=identity.vocab_size, teacher_digest=identity.weights, tokenizer_digest=identity.tokenizer)
     models.check_context(loaded.model, cache.manifest.seq_len)
@@ -170,7 +172,7 @@ def _open(run: QatRun | RecoveryRun, runtime: Runtime, launch: Launch) -> _Input
     if launch == "resume" and last.exists():
         resumed = load_checkpoint(last, kind=run.command)
         check_identity(resumed, identity, last)
-        check_same_run(resumed, run, cache.manifest, last)
+        check_same_run(resumed, run, cache.manifest, last, runtime.world_size)
     check_writable(run.output)
     torch.manual_seed(loop.seed)  # adapters' initial values follow from it
     return _Inputs(cache.part("train", loop.eval_fraction), cache.part("eval", loop.eval_fraction), loaded, resumed)
@@ -181,6 +183,7 @@ def _fit(
 ) -> RunResult:
     manifest = inputs.dataset.manifest
     lower_layers(stage.model, run.execution, runtime, tokens=run.loop.batch_size * manifest.seq_len)
+    runtime.barrier("before_warmup")  # every rank has read what is there before one of them changes it
     if inputs.resumed is None:  # after all that may refuse the run
         remove_run(run.output, runtime)
     optimizer = build_optimizer(stage.weights.values(), stage.scales.values(), run.optim)
@@ -191,7 +194,7 @@ def _fit(
     if inputs.resumed is not None:
         restore(state, inputs.resumed, run.output / "last.pt")
         log.info("resuming %s at step %d", run.output, state.step)
-    losses, speed = LossLog(run.output / "loss.csv"), SpeedHook(runtime)
+    losses, speed = LossLog(run.output / "loss.csv", writes=runtime.rank == 0), SpeedHook(runtime)
     best = run.output / "best.pt"
     if state.step >= run.loop.max_steps and state.evaluated_step == state.step and best.exists():
         losses.open_at(state.step)
@@ -203,10 +206,16 @@ def _fit(
     if runtime.rank == 0:
         write_json(run.output / "run.json", _record(run, inputs.loaded))
     batches = inputs.dataset.batches(run.loop.batch_size, position=state.step * run.loop.accumulation_steps)
+    rows = run.loop.batch_size * run.loop.accumulation_steps * runtime.world_size
+    log.info(
+        "effective batch: %d rows x %d micro-batches x %d ranks = %d rows, %s tokens",
+        run.loop.batch_size, run.loop.accumulation_steps, runtime.world_size, rows, f"{rows * manifest.seq_len:,}",
+    )  # fmt: skip
     train(state, batches, objective, loop=run.loop, optim=run.optim, runtime=runtime, hooks=hooks)
     if runtime.rank == 0:
         write_json(run.output / "summary.json", speed.summary(state) | watch.summary())
         write_loss_png(run.output / "loss.png", losses.rows, title=f"{run.command} ({run.output.name})")
+    runtime.barrier("end")  # nobody leaves while rank 0 still writes
     return RunResult(best, losses, state)
 
 
@@ -242,6 +251,7 @@ def _hooks(run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, stage: 
 
     def content(state: TrainState) -> dict[str, Any]:
         found = student_checkpoint(run, inputs.loaded.identity, inputs.dataset.manifest, stage.student, stage.scheme)
+        found["world_size"] = runtime.world_size
         found["metrics"] = {"held_out_kl": state.last_kl, "first_kl": state.first_kl, "step": state.step}
         if isinstance(run, RecoveryRun):
             found["adapters"] = {k: v.detach().cpu() for k, v in adapters.adapter_tensors(stage.model).items()}

@@ -1,0 +1,116 @@
+"""torch.distributed: one process per device, launched by torchrun; NCCL between GPUs, gloo between CPUs.
+
+Each rank holds the whole model and reads its own rows. What crosses the wire is the gradient of what is trained, once
+per optimizer step: for recovery the adapters' alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from qat_lora.errors import DeviceError
+from qat_lora.runtime.local import LocalRuntime
+
+
+class DistributedRuntime(LocalRuntime):
+    """`Runtime` for one of several ranks; see `qat_lora.runtime.base.Runtime` for what each method promises.
+
+    Attributes:
+        reduced_bytes: of gradients that this rank has given to the sums over ranks so far.
+    """
+
+    def __init__(self, device_type: str, *, dtype: str = "auto", threads: int = 0, barrier_timeout: int = 600) -> None:
+        """Join the group that torchrun's variables describe; on CUDA take the device of the local rank.
+
+        Args:
+            device_type: cpu or cuda.
+            dtype: see `LocalRuntime`.
+            threads: see `LocalRuntime`.
+            barrier_timeout: seconds after which a barrier or a sum over ranks gives up on the others.
+        """
+        super().__init__(device_type, dtype=dtype, threads=threads)
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if device_type == "cuda":
+            self.device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(self.device)
+        self._timeout = datetime.timedelta(seconds=barrier_timeout)
+        if not dist.is_initialized():
+            self._join(device_type)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        # barriers that say who is missing are gloo's alone
+        self._control = dist.group.WORLD if device_type == "cpu" else dist.new_group(backend="gloo")
+        self.reduced_bytes = 0
+
+    def _join(self, device_type: str) -> None:
+        try:
+            dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=self._timeout)
+        except (RuntimeError, ValueError) as error:
+            reason = (str(error).splitlines() or [""])[0][:160]
+            raise DeviceError(
+                f"rank {os.environ.get('RANK', '?')} of {os.environ.get('WORLD_SIZE', '?')} cannot join the others "
+                f"({reason}); start all of them with torchrun."
+            ) from None
+        atexit.register(_leave)
+
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replace every gradient by its mean over the ranks: one sum over one buffer per dtype, equal bits on all."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    by_dtype.setdefault(p.grad.dtype, []).append(p.grad)
+        for grads in by_dtype.values():
+            flat = _flatten_dense_tensors(grads)
+            dist.all_reduce(flat)
+            flat /= self.world_size
+            self.reduced_bytes += flat.numel() * flat.element_size()
+            for grad, mean in zip(grads, _unflatten_dense_tensors(flat, grads), strict=True):
+                grad.copy_(mean)
+
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
+        """Return the sum of a tensor over all ranks; the tensor itself stays as it is."""
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    def barrier(self, tag: str) -> None:
+        """Wait for every rank; raises DeviceError, naming the tag and who is missing, after the timeout."""
+        try:
+            dist.monitored_barrier(self._control, timeout=self._timeout, wait_all_ranks=True)
+        except RuntimeError as error:
+            reason = (str(error).splitlines() or [""])[0][:300]
+            raise DeviceError(
+                f"rank {self.rank} waited {self._timeout.total_seconds():.0f} s at barrier {tag!r} in vain ({reason}); "
+                "look at the other ranks' messages, or raise --barrier-timeout."
+            ) from None
+
+    @contextlib.contextmanager
+    def first(self, tag: str) -> Iterator[None]:
+        """Let rank 0 do the block first, and the others after it."""
+        if self.rank:
+            self.barrier(tag)
+        yield
+        if not self.rank:
+            self.barrier(tag)
+
+    def save(self, obj: Any, path: Path) -> None:
+        """torch.save on rank 0, atomically; the others hold the same and write nothing."""
+        if self.rank == 0:
+            super().save(obj, path)
+
+
+def _leave() -> None:
+    """Let go of the group; gloo's threads abort a process that ends while they run."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
