@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         _start_logging(quiet=args.quiet or args.command == "demo")  # its bars say enough
         return int(_COMMANDS[args.command](args) or 0)
     except QatLoraError as error:
-        rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+        rank = f" (rank {os.environ.get('RANK')})" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
         print(f"qat-lora: error{rank}: {error}", file=sys.stderr)
         return 2
     except OSError as error:

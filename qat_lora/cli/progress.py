@@ -12,7 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from qat_lora.train.loop import Hook
 from qat_lora.train.state import StepInfo, TrainState
 
-IS_FIRST_RANK = os.environ.get("RANK", "0") == "0"  # of those that torchrun started; alone one is the first
+# Of those that torchrun started; alone one is the first, whatever a job scheduler has set.
+IS_FIRST_RANK = os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
 console = Console(stderr=True, quiet=not IS_FIRST_RANK)
 
 

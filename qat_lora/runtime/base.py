@@ -93,6 +93,9 @@ class Runtime(Protocol):
     def barrier(self, tag: str) -> None:
         """Wait until every rank has come to the barrier of that name."""
 
+    def agree(self, digest: Callable[[], bytes]) -> bool:
+        """Whether all ranks have equal digests; where there is one rank, it is not asked."""
+
     def first(self, tag: str) -> contextlib.AbstractContextManager[None]:
         """The context in which rank 0 does something before the others do: they wait at the barrier of that name."""
 
@@ -187,6 +190,10 @@ class Alone:
 
     def barrier(self, tag: str) -> None:
         """Nothing: nobody to wait for."""
+
+    def agree(self, digest: Callable[[], bytes]) -> bool:
+        """Nobody to disagree with."""
+        return True
 
     def first(self, tag: str) -> contextlib.AbstractContextManager[None]:
         """Nothing: nobody to wait for."""

@@ -10,7 +10,9 @@ import atexit
 import contextlib
 import datetime
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from qat_lora.errors import DeviceError
+from qat_lora.runtime.base import MemoryUse
 from qat_lora.runtime.local import LocalRuntime
 
 
@@ -40,16 +43,16 @@ class DistributedRuntime(LocalRuntime):
             barrier_timeout: seconds after which a barrier or a sum over ranks gives up on the others.
         """
         super().__init__(device_type, dtype=dtype, threads=threads)
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if device_type == "cuda":
-            self.device = torch.device("cuda", local_rank)
+            self.device = _own_gpu()
             torch.cuda.set_device(self.device)
         self._timeout = datetime.timedelta(seconds=barrier_timeout)
         if not dist.is_initialized():
             self._join(device_type)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        # barriers that say who is missing are gloo's alone
-        self._control = dist.group.WORLD if device_type == "cpu" else dist.new_group(backend="gloo")
+        # Barriers that say who is missing are gloo's alone. Rank 0 knows that, so the others wait a little longer.
+        patience = self._timeout + datetime.timedelta(seconds=5)
+        self._control = dist.new_group(backend="gloo", timeout=patience)
         self.reduced_bytes = 0
 
     def _join(self, device_type: str) -> None:
@@ -61,7 +64,8 @@ class DistributedRuntime(LocalRuntime):
                 f"rank {os.environ.get('RANK', '?')} of {os.environ.get('WORLD_SIZE', '?')} cannot join the others "
                 f"({reason}); start all of them with torchrun."
             ) from None
-        atexit.register(_leave)
+        if device_type == "cpu":  # NCCL's end waits for ranks that may be dead, and a process may end without it
+            atexit.register(_leave)
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace every gradient by its mean over the ranks: one sum over one buffer per dtype, equal bits on all."""
@@ -86,14 +90,29 @@ class DistributedRuntime(LocalRuntime):
 
     def barrier(self, tag: str) -> None:
         """Wait for every rank; raises DeviceError, naming the tag and who is missing, after the timeout."""
+        started = time.monotonic()
         try:
             dist.monitored_barrier(self._control, timeout=self._timeout, wait_all_ranks=True)
         except RuntimeError as error:
             reason = (str(error).splitlines() or [""])[0][:300]
             raise DeviceError(
-                f"rank {self.rank} waited {self._timeout.total_seconds():.0f} s at barrier {tag!r} in vain ({reason}); "
-                "look at the other ranks' messages, or raise --barrier-timeout."
+                f"rank {self.rank} lost the others at barrier {tag!r} after {time.monotonic() - started:.0f} s "
+                f"({reason}); look at their messages first; a slow start may need a longer --barrier-timeout."
             ) from None
+
+    def agree(self, digest: Callable[[], bytes]) -> bool:
+        """Whether the first eight bytes of every rank's digest are equal."""
+        slots = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
+        slots[self.rank] = int.from_bytes(digest()[:8], "little", signed=True)
+        found = self.all_reduce_sum(slots)
+        return bool((found == found[0]).all())
+
+    def memory(self) -> MemoryUse:
+        """Bytes in use; of the host's free memory the share of one of the ranks on it."""
+        use = super().memory()
+        if self.device.type == "cuda" or use.free_bytes is None:
+            return use
+        return replace(use, free_bytes=use.free_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     @contextlib.contextmanager
     def first(self, tag: str) -> Iterator[None]:
@@ -108,6 +127,17 @@ class DistributedRuntime(LocalRuntime):
         """torch.save on rank 0, atomically; the others hold the same and write nothing."""
         if self.rank == 0:
             super().save(obj, path)
+
+
+def _own_gpu() -> torch.device:
+    """The GPU of the local rank."""
+    number, there = os.environ.get("LOCAL_RANK", ""), torch.cuda.device_count()
+    if not number.isdecimal() or int(number) >= there:
+        raise DeviceError(
+            f"LOCAL_RANK={number or 'unset'}, but there are {there} GPUs; start with torchrun, with at most {there} "
+            "processes per node."
+        )
+    return torch.device("cuda", int(number))
 
 
 def _leave() -> None:

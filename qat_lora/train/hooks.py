@@ -84,7 +84,12 @@ class LogHook:
             )
         log.info("step %d loss %.4f |g| %.3g lr %.3g %.3f s", info.step, loss, norm, info.lr, info.seconds)
         self._losses.add(
-            step=info.step, loss=loss, grad_norm=norm, lr=info.lr, tokens=info.tokens, seconds=info.seconds
+            step=info.step,
+            loss=loss,
+            grad_norm=norm,
+            lr=info.lr,
+            tokens=info.tokens * self._runtime.world_size,
+            seconds=info.seconds,
         )
 
 
@@ -206,7 +211,8 @@ class SpeedHook:
         if self._steps == 2:
             self._wait()
             seconds = self._seconds - self._first_seconds
-            log.info("a step takes %.3f s, %s tokens/s", seconds, f"{info.tokens / seconds:,.0f}")
+            tokens = info.tokens * self._runtime.world_size
+            log.info("a step takes %.3f s, %s tokens/s", seconds, f"{tokens / seconds:,.0f}")
 
     def end(self, state: TrainState) -> None:
         """Add what the device still has to do."""

@@ -7,6 +7,8 @@ TPU a bad shape costs minutes of compilation.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 from qat_lora import adapters, models
 from qat_lora.config import QatRun, QuantScheme, RecoveryRun
-from qat_lora.errors import ConfigError
+from qat_lora.errors import CheckpointError, ConfigError
 from qat_lora.evaluate import cached_kl, placed
 from qat_lora.files import check_writable, write_json
 from qat_lora.kd import KDCacheDataset
@@ -173,7 +175,8 @@ def _open(run: QatRun | RecoveryRun, runtime: Runtime, launch: Launch) -> _Input
         resumed = load_checkpoint(last, kind=run.command)
         check_identity(resumed, identity, last)
         check_same_run(resumed, run, cache.manifest, last, runtime.world_size)
-    check_writable(run.output)
+    if runtime.rank == 0:  # who alone writes
+        check_writable(run.output)
     torch.manual_seed(loop.seed)  # adapters' initial values follow from it
     return _Inputs(cache.part("train", loop.eval_fraction), cache.part("eval", loop.eval_fraction), loaded, resumed)
 
@@ -194,6 +197,11 @@ def _fit(
     if inputs.resumed is not None:
         restore(state, inputs.resumed, run.output / "last.pt")
         log.info("resuming %s at step %d", run.output, state.step)
+    if not runtime.agree(lambda: _digest(run, state)):
+        raise CheckpointError(
+            f"the ranks do not start from the same: their settings, weights or steps differ at {run.output}; give all "
+            "the same command, and folders that all of them see."
+        )
     losses, speed = LossLog(run.output / "loss.csv", writes=runtime.rank == 0), SpeedHook(runtime)
     best = run.output / "best.pt"
     if state.step >= run.loop.max_steps and state.evaluated_step == state.step and best.exists():
@@ -217,6 +225,17 @@ def _fit(
         write_loss_png(run.output / "loss.png", losses.rows, title=f"{run.command} ({run.output.name})")
     runtime.barrier("end")  # nobody leaves while rank 0 still writes
     return RunResult(best, losses, state)
+
+
+def _digest(run: QatRun | RecoveryRun, state: TrainState) -> bytes:
+    """Of all that ranks must have in common before the first step."""
+    places = ("place", "output", "cache_dir", "checkpoint", "model")  # which may be named otherwise on another machine
+    settings = {name: value for name, value in to_json(run).items() if name not in places}
+    digest = hashlib.sha256(json.dumps([settings, state.step], sort_keys=True).encode())
+    for tensors in (state.trained, state.ema):
+        for x in tensors.values():
+            digest.update(x.detach().cpu().numpy().tobytes())
+    return digest.digest()
 
 
 def _anchor(run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, model: nn.Module) -> Anchor | None:

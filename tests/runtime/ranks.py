@@ -5,6 +5,7 @@ Each rank writes what it found to FOLDER/rankR.json, FOLDER being the first argu
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from qat_lora.config import KDConfig, OptimConfig, PlaceConfig, QatRun
+from qat_lora.errors import CheckpointError
 from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.train.run import run_qat, run_recovery
 from tests.conftest import qat_run, recovery_run
@@ -44,6 +46,7 @@ def outcome(result, runtime: Runtime) -> dict:
         "kl": [row["eval_kl"] for row in result.losses.rows if row["eval_kl"] == row["eval_kl"]],
         "trained": {name: p.detach().flatten().tolist() for name, p in state.trained.items()},
         "ema": {name: x.flatten().tolist() for name, x in state.ema.items()},
+        "grad_norms": [row["grad_norm"] for row in result.losses.rows if row["grad_norm"] == row["grad_norm"]],
         "reduced_bytes": getattr(runtime, "reduced_bytes", 0),
     }
 
@@ -89,6 +92,18 @@ def refused(folder: str) -> dict:
         raise ValueError("only rank 1 knows what is wrong")
     runtime.all_reduce_sum(torch.ones(1))
     return {}
+
+
+def disagreeing(folder: str, cache: str, student: str) -> dict:
+    """Rank 1 was given another learning rate."""
+    runtime = runtime_for(PlaceConfig(device="cpu", barrier_timeout=60), many=True)
+    run = settings("recover", Path(cache), Path(folder) / "run", Path(student), runtime.world_size)
+    run = dataclasses.replace(run, optim=dataclasses.replace(OPTIM, lr=OPTIM.lr * (1 + runtime.rank)))
+    try:
+        run_recovery(run, runtime)
+    except CheckpointError as error:
+        return {"error": str(error)}
+    return {"error": ""}
 
 
 def sums(folder: str) -> dict:
