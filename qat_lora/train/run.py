@@ -187,13 +187,10 @@ def _fit(
     manifest = inputs.dataset.manifest
     lower_layers(stage.model, run.execution, runtime, tokens=run.loop.batch_size * manifest.seq_len)
     runtime.barrier("before_warmup")  # every rank has read what is there before one of them changes it
-    if inputs.resumed is None:  # after all that may refuse the run
-        remove_run(run.output, runtime)
     optimizer = build_optimizer(stage.weights.values(), stage.scales.values(), run.optim)
     state = TrainState(stage.model, stage.weights | stage.scales, optimizer, seed=run.loop.seed)
     if run.optim.ema_decay:
         state.ema = averages_of(state.trained)
-    anchor = _anchor(run, runtime, inputs, stage.model)
     if inputs.resumed is not None:
         restore(state, inputs.resumed, run.output / "last.pt")
         log.info("resuming %s at step %d", run.output, state.step)
@@ -202,6 +199,9 @@ def _fit(
             f"the ranks do not start from the same: their settings, weights or steps differ at {run.output}; give all "
             "the same command, and folders that all of them see."
         )
+    if inputs.resumed is None:  # after all that may refuse the run
+        remove_run(run.output, runtime)
+    anchor = _anchor(run, runtime, inputs, stage.model)
     losses, speed = LossLog(run.output / "loss.csv", writes=runtime.rank == 0), SpeedHook(runtime)
     best = run.output / "best.pt"
     if state.step >= run.loop.max_steps and state.evaluated_step == state.step and best.exists():

@@ -6,19 +6,34 @@ python -m tests.runtime.programs NAME ARGUMENTS...        prints one line of JSO
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from qat_lora.config import ExecutionConfig, KDConfig, OptimConfig, PlaceConfig, RecoveryRun
 from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.train.run import run_qat, run_recovery
 from tests.conftest import qat_run, recovery_run
 
+ROOT = Path(__file__).parents[2]
 LOOP = {"max_steps": 30, "accumulation_steps": 2, "eval_every": 10, "save_every": 10, "log_every": 1}
 # Numbers that XLA might merge: 1 - 0.999 is the learning rate and the decay, and a hard weight that begins at 1.
 OPTIM = OptimConfig(lr=1e-3, warmup_steps=5, clip_norm=0.5, weight_decay=1e-3, ema_decay=0.999)
 KD = KDConfig(hard_weight=1.0, hard_anneal="linear", ce_alpha=0.1)
+
+
+def run_program(
+    name: str, *arguments: object, module: str = __name__, cwd: Path = ROOT, **environment: str
+) -> dict[str, Any]:
+    """Run a program of a module in a process of its own, on PJRT's CPU, and return what it printed last."""
+    settings = os.environ | {"PJRT_DEVICE": "CPU", "PYTHONPATH": str(ROOT)} | environment
+    command = [sys.executable, "-m", module, name, *map(str, arguments)]
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, cwd=cwd)
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def recovery(cache: Path, output: Path, student: Path, sync: str = "phase", **loop) -> RecoveryRun:

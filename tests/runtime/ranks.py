@@ -95,12 +95,12 @@ def refused(folder: str) -> dict:
 
 
 def disagreeing(folder: str, cache: str, student: str) -> dict:
-    """Rank 1 was given another learning rate."""
+    """Rank 1 was given another learning rate, and both replace a run."""
     runtime = runtime_for(PlaceConfig(device="cpu", barrier_timeout=60), many=True)
     run = settings("recover", Path(cache), Path(folder) / "run", Path(student), runtime.world_size)
     run = dataclasses.replace(run, optim=dataclasses.replace(OPTIM, lr=OPTIM.lr * (1 + runtime.rank)))
     try:
-        run_recovery(run, runtime)
+        run_recovery(run, runtime, launch="from_scratch")
     except CheckpointError as error:
         return {"error": str(error)}
     return {"error": ""}

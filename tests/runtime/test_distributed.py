@@ -131,8 +131,13 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on_with_as_many_ranks_or_on
 
 
 def test_ranks_that_were_given_different_settings_are_told_before_the_first_step(tmp_path, cache_dir, student) -> None:
+    earlier = [tmp_path / "run" / name for name in ("last.pt", "loss.csv")]
+    (tmp_path / "run").mkdir()
+    for path in earlier:
+        path.write_text("of an earlier run")
     for each in torchrun(2, tmp_path, "disagreeing", cache_dir, student):
         assert each["error"].startswith("the ranks do not start from the same: their settings, weights or steps differ")
+    assert [path.read_text() for path in earlier] == ["of an earlier run"] * 2, "a run that is refused replaces nothing"
 
 
 def test_a_rank_that_fails_takes_the_job_down_with_its_own_words(tmp_path) -> None:

@@ -6,11 +6,11 @@ environment): python -m tests.runtime.test_traps NAME ARGUMENTS... prints one li
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -40,8 +40,9 @@ from qat_lora.train.state import TrainState
 from qat_lora.train.step import accumulate_gradients, train_step
 from qat_lora.train.student import load_student, trained_parameters
 from tests.conftest import VOCAB, cache_run, qat_run, recovery_run
+from tests.runtime import programs
 
-ROOT = Path(__file__).parents[2]
+run_program = functools.partial(programs.run_program, module="tests.runtime.test_traps")
 pytestmark = [
     pytest.mark.xla,
     pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed"),
@@ -508,14 +509,6 @@ def reloaded(result, cache: Path) -> float:
     on_cpu = student(input_ids=ids, use_cache=False).logits
     assert on_cpu.device.type == "cpu"
     return ((on_cpu - on_device).abs().max() / on_cpu.abs().max()).item()
-
-
-def run_program(name: str, *arguments: object, **environment: str) -> dict[str, Any]:
-    settings = os.environ | {"PJRT_DEVICE": "CPU", "PYTHONPATH": str(ROOT)} | environment
-    command = [sys.executable, "-m", "tests.runtime.test_traps", name, *map(str, arguments)]
-    done = subprocess.run(command, env=settings, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,6 @@ the tail's mass, so losses agree to 1e-4 of themselves over 30 steps of Adam, an
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,21 +16,12 @@ from qat_lora.cli import commands
 from qat_lora.runtime import LocalRuntime
 from qat_lora.train.run import run_qat, run_recovery
 from tests.conftest import cache_run, qat_run
-from tests.runtime.programs import recovery
+from tests.runtime.programs import recovery, run_program
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.xla,
     pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed"),
 ]
-
-
-def run_program(name: str, *arguments: object, cwd: Path = ROOT, **environment: str) -> dict:
-    settings = os.environ | {"PJRT_DEVICE": "CPU", "PYTHONPATH": str(ROOT)} | environment
-    command = [sys.executable, "-m", "tests.runtime.programs", name, *map(str, arguments)]
-    done = subprocess.run(command, env=settings, capture_output=True, text=True, cwd=cwd)
-    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
