@@ -16,6 +16,9 @@ from qat_lora.config import AnyRun, QatRun
 from qat_lora.errors import ConfigError, did_you_mean
 from qat_lora.settings import leaves, load_settings, override, override_text
 
+# What knows how to share its work with other ranks.
+COMMANDS_OF_RANKS = ("qat", "recover")
+
 # Flags of one launch, not of the run: they are no part of its config.
 _LAUNCH_FLAGS = {
     "resume": "go on from last.pt in --output; starts at the beginning where there is none",
@@ -36,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see `{self.prog} --help`.")
 
 
-def add_flags(parser: argparse.ArgumentParser, run_class: type) -> None:
+def add_flags(parser: argparse.ArgumentParser, run_class: type[AnyRun]) -> None:
     """Add a flag for every leaf of the run, and those of the launch where it trains."""
     found, defaults = leaves(run_class), run_class()
     for path, (field, hint) in found.items():
@@ -60,6 +63,9 @@ def add_flags(parser: argparse.ArgumentParser, run_class: type) -> None:
         text = "short for --gradient-checkpointing off"
         name = "execution.gradient_checkpointing"
         parser.add_argument("--no-gradient-checkpointing", dest=name, action="store_const", const="off", help=text)
+    if run_class.command in COMMANDS_OF_RANKS:
+        text = "TPU chips to use, a process for each; 0: as many as TPU_NUM_DEVICES says, or all of the host"
+        parser.add_argument("--num-chips", metavar="N", type=int, default=None, help=f"{text} [one, in this process]")
     if "loop.max_steps" in found:
         for name, text in _LAUNCH_FLAGS.items():
             parser.add_argument(f"--{name.replace('_', '-')}", dest=name, action="store_true", help=text)

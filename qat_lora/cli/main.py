@@ -16,13 +16,13 @@ from typing import Any
 
 from qat_lora import __version__
 from qat_lora.cli.flags import Parser, add_flags, launch_of, run_from
-from qat_lora.config import CacheRun, EvalRun, ExportRun, QatRun, RecoveryRun
-from qat_lora.errors import QatLoraError
+from qat_lora.config import AnyRun, CacheRun, EvalRun, ExportRun, QatRun, RecoveryRun
+from qat_lora.errors import ConfigError, QatLoraError
 
 # What the world does to a running program, as against a file that we forgot to look for.
 _OUTSIDE = (errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.EIO)
 
-RUNS: dict[str, type] = {r.command: r for r in (CacheRun, QatRun, RecoveryRun, EvalRun, ExportRun)}
+RUNS: dict[str, type[AnyRun]] = {r.command: r for r in (CacheRun, QatRun, RecoveryRun, EvalRun, ExportRun)}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
         args, unknown = _parser().parse_known_args(argv)
         if unknown:
             args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        if getattr(args, "num_chips", None) is not None:
+            return _on_chips(args, list(sys.argv[1:] if argv is None else argv))
         _start_logging(quiet=args.quiet or args.command == "demo")  # its bars say enough
         return int(_COMMANDS[args.command](args) or 0)
     except QatLoraError as error:
@@ -48,6 +50,26 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("qat-lora: interrupted; run the command again to go on (qat and recover: with --resume)", file=sys.stderr)
         return 130
+
+
+def _on_chips(args: argparse.Namespace, argv: list[str]) -> int:
+    """Run a command once in each of the processes that a TPU's chips get."""
+    run: Any = run_from(args, RUNS[args.command])  # whose mistakes are told once
+    if args.num_chips < 0 or run.place.device not in ("auto", "tpu"):
+        raise ConfigError(
+            f"--num-chips={args.num_chips} with --device {run.place.device}: it counts TPU chips, 0 being all; on GPUs "
+            "and CPUs use torchrun."
+        )
+    from qat_lora.runtime.xla_chips import launch
+
+    return launch(main, _without_chips(argv), chips=args.num_chips)
+
+
+def _without_chips(argv: list[str]) -> list[str]:
+    """The arguments of one rank."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--num-chips")
+    return parser.parse_known_args(argv)[1]
 
 
 def _cache(args: argparse.Namespace) -> None:

@@ -46,7 +46,10 @@ def cached_kl(
         count = count + mask_S.sum()
         runtime.mark_step("evaluation")
     model.train(was_training)
-    return (runtime.all_reduce_sum(total) / runtime.all_reduce_sum(count).clamp(min=1)).item()
+    sums = runtime.all_reduce_sum(torch.stack([total, count]))
+    mean = sums[0] / sums[1].clamp(min=1)
+    runtime.mark_step("evaluation")  # a sum over ranks runs at a cut, which all of them come to
+    return mean.item()
 
 
 def _chunk_kl(

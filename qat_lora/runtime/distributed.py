@@ -7,11 +7,8 @@ per optimizer step: for recovery the adapters' alone.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import datetime
 import os
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +21,10 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from qat_lora.errors import DeviceError
 from qat_lora.runtime.base import MemoryUse
 from qat_lora.runtime.local import LocalRuntime
+from qat_lora.runtime.ranks import AmongRanks, GlooControl
 
 
-class DistributedRuntime(LocalRuntime):
+class DistributedRuntime(AmongRanks, LocalRuntime):
     """`Runtime` for one of several ranks; see `qat_lora.runtime.base.Runtime` for what each method promises.
 
     Attributes:
@@ -46,26 +44,11 @@ class DistributedRuntime(LocalRuntime):
         if device_type == "cuda":
             self.device = _own_gpu()
             torch.cuda.set_device(self.device)
-        self._timeout = datetime.timedelta(seconds=barrier_timeout)
         if not dist.is_initialized():
-            self._join(device_type)
+            _join(device_type, datetime.timedelta(seconds=barrier_timeout))
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        # Barriers that say who is missing are gloo's alone. Rank 0 knows that, so the others wait a little longer.
-        patience = self._timeout + datetime.timedelta(seconds=5)
-        self._control = dist.new_group(backend="gloo", timeout=patience)
+        self.control = GlooControl(barrier_timeout)
         self.reduced_bytes = 0
-
-    def _join(self, device_type: str) -> None:
-        try:
-            dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=self._timeout)
-        except (RuntimeError, ValueError) as error:
-            reason = (str(error).splitlines() or [""])[0][:160]
-            raise DeviceError(
-                f"rank {os.environ.get('RANK', '?')} of {os.environ.get('WORLD_SIZE', '?')} cannot join the others "
-                f"({reason}); start all of them with torchrun."
-            ) from None
-        if device_type == "cpu":  # NCCL's end waits for ranks that may be dead, and a process may end without it
-            atexit.register(_leave)
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace every gradient by its mean over the ranks: one sum over one buffer per dtype, equal bits on all."""
@@ -88,25 +71,6 @@ class DistributedRuntime(LocalRuntime):
         dist.all_reduce(total)
         return total
 
-    def barrier(self, tag: str) -> None:
-        """Wait for every rank; raises DeviceError, naming the tag and who is missing, after the timeout."""
-        started = time.monotonic()
-        try:
-            dist.monitored_barrier(self._control, timeout=self._timeout, wait_all_ranks=True)
-        except RuntimeError as error:
-            reason = (str(error).splitlines() or [""])[0][:300]
-            raise DeviceError(
-                f"rank {self.rank} lost the others at barrier {tag!r} after {time.monotonic() - started:.0f} s "
-                f"({reason}); look at their messages first; a slow start may need a longer --barrier-timeout."
-            ) from None
-
-    def agree(self, digest: Callable[[], bytes]) -> bool:
-        """Whether the first eight bytes of every rank's digest are equal."""
-        slots = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
-        slots[self.rank] = int.from_bytes(digest()[:8], "little", signed=True)
-        found = self.all_reduce_sum(slots)
-        return bool((found == found[0]).all())
-
     def memory(self) -> MemoryUse:
         """Bytes in use; of the host's free memory the share of one of the ranks on it."""
         use = super().memory()
@@ -114,19 +78,23 @@ class DistributedRuntime(LocalRuntime):
             return use
         return replace(use, free_bytes=use.free_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
-    @contextlib.contextmanager
-    def first(self, tag: str) -> Iterator[None]:
-        """Let rank 0 do the block first, and the others after it."""
-        if self.rank:
-            self.barrier(tag)
-        yield
-        if not self.rank:
-            self.barrier(tag)
-
     def save(self, obj: Any, path: Path) -> None:
         """torch.save on rank 0, atomically; the others hold the same and write nothing."""
         if self.rank == 0:
             super().save(obj, path)
+
+
+def _join(device_type: str, timeout: datetime.timedelta) -> None:
+    try:
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        reason = (str(error).splitlines() or [""])[0][:160]
+        raise DeviceError(
+            f"rank {os.environ.get('RANK', '?')} of {os.environ.get('WORLD_SIZE', '?')} cannot join the others "
+            f"({reason}); start all of them with torchrun."
+        ) from None
+    if device_type == "cpu":  # NCCL's end waits for ranks that may be dead, and a process may end without it
+        atexit.register(leave)
 
 
 def _own_gpu() -> torch.device:
@@ -140,7 +108,7 @@ def _own_gpu() -> torch.device:
     return torch.device("cuda", int(number))
 
 
-def _leave() -> None:
+def leave() -> None:
     """Let go of the group; gloo's threads abort a process that ends while they run."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -34,8 +34,8 @@ def runtime_for(place: PlaceConfig, *, sync: Sync = "phase", folder: Path | None
     if missing:
         log.warning("--device %s is not here (%s); going on with the CPU", kind, missing)
         kind = "cpu"
-    if processes != "1" and kind not in ("cpu", "cuda"):
-        raise DeviceError(f"WORLD_SIZE={processes} needs --device cpu or cuda, not {kind}; run without torchrun.")
+    if processes != "1" and kind == "mps":
+        raise DeviceError(f"WORLD_SIZE={processes} needs --device cpu, cuda or tpu, not {kind}; run without torchrun.")
     runtime = _start(kind, place, sync, folder, several=processes != "1")
     log.info("device %s, compute in %s: %s", runtime.device, runtime.precision.compute, runtime.precision.reason)
     return runtime
@@ -44,8 +44,13 @@ def runtime_for(place: PlaceConfig, *, sync: Sync = "phase", folder: Path | None
 def _start(kind: str, place: PlaceConfig, sync: Sync, folder: Path | None, *, several: bool) -> Runtime:
     if kind == "tpu":
         from qat_lora.runtime.xla import XlaRuntime
+        from qat_lora.runtime.xla_chips import ChipsRuntime
 
-        return XlaRuntime(dtype=place.dtype, sync=sync, cache_dir=None if folder is None else folder / "xla_cache")
+        cache_dir = None if folder is None else folder / "xla_cache"
+        if several:
+            timeout = place.barrier_timeout
+            return ChipsRuntime(dtype=place.dtype, sync=sync, cache_dir=cache_dir, barrier_timeout=timeout)
+        return XlaRuntime(dtype=place.dtype, sync=sync, cache_dir=cache_dir)
     if several:
         from qat_lora.runtime.distributed import DistributedRuntime
 

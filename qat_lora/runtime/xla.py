@@ -80,6 +80,7 @@ class XlaRuntime(Alone):
         torch.autograd.set_multithreading_enabled(False)
         self._xla, self._xm, self._metrics = torch_xla, xm, metrics
         is_tpu = xr.device_type() == "TPU"
+        self.rank, self.world_size = xr.global_ordinal(), xr.world_size()
         self.sync, self.cache_dir = sync, _cache_folder(cache_dir if is_tpu else None, self.rank)
         if self.cache_dir is not None and torch_xla._XLAC._xla_computation_cache_is_initialized():
             log.info("compiled programs are kept where this process began, not in %s", self.cache_dir)
@@ -109,11 +110,15 @@ class XlaRuntime(Alone):
         due, self._later = (self._later, []) if phase in ("optimizer", "evaluation", "set-up") else ([], self._later)
         self._note_compilations("a host read")
         with self._diary.entry(phase) as first_time:
-            self._xla.sync(wait=first_time)
-            if first_time:
-                self._xm.wait_device_ops()
+            self._execute(wait=first_time)
         self._note_compilations(phase)
         _call(due)
+
+    def _execute(self, *, wait: bool) -> None:
+        """Compile what is pending, where that was not done before, and start it."""
+        self._xla.sync(wait=wait)
+        if wait:
+            self._xm.wait_device_ops()
 
     def synchronize(self) -> None:
         """Wait until all is done that was cut, and make the calls that were put off."""
@@ -123,6 +128,7 @@ class XlaRuntime(Alone):
 
     def save(self, obj: Any, path: Path) -> None:
         """torch.save, atomically, of CPU copies."""
+        self.mark_step("set-up")  # else each tensor that is still pending is read by a graph of its own
         self.synchronize()
         on_cpu = tree_map(_on_cpu, obj)
         write_atomically(path, lambda stream: torch.save(on_cpu, stream))

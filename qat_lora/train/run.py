@@ -194,7 +194,7 @@ def _fit(
     if inputs.resumed is not None:
         restore(state, inputs.resumed, run.output / "last.pt")
         log.info("resuming %s at step %d", run.output, state.step)
-    if not runtime.agree(lambda: _digest(run, state)):
+    if not runtime.agree(lambda: _digest(run, state, runtime)):
         raise CheckpointError(
             f"the ranks do not start from the same: their settings, weights or steps differ at {run.output}; give all "
             "the same command, and folders that all of them see."
@@ -227,8 +227,9 @@ def _fit(
     return RunResult(best, losses, state)
 
 
-def _digest(run: QatRun | RecoveryRun, state: TrainState) -> bytes:
+def _digest(run: QatRun | RecoveryRun, state: TrainState, runtime: Runtime) -> bytes:
     """Of all that ranks must have in common before the first step."""
+    runtime.mark_step("set-up")  # else each read below runs a graph of its own
     places = ("place", "output", "cache_dir", "checkpoint", "model")  # which may be named otherwise on another machine
     settings = {name: value for name, value in to_json(run).items() if name not in places}
     digest = hashlib.sha256(json.dumps([settings, state.step], sort_keys=True).encode())

@@ -1,0 +1,111 @@
+"""Several XLA devices: the real runs on two devices of PJRT's CPU client, and the processes that a TPU's chips get."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from qat_lora.runtime import LocalRuntime
+from qat_lora.train.run import run_qat, run_recovery
+from tests.conftest import qat_run
+from tests.runtime import programs, ranks
+
+pytestmark = [
+    pytest.mark.xla,
+    pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed"),
+]
+TWO_DEVICES = {"CPU_NUM_DEVICES": "2", "PJRT_CPU_ASYNC_CLIENT": "0", "XLA_THREAD_POOL_SIZE": "16"}
+run_program = functools.partial(programs.run_program, module="tests.runtime.xla_ranks")
+
+
+@pytest.fixture(scope="module")
+def student(cache_dir, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("student")
+    return run_qat(qat_run(cache_dir, folder, loop={"max_steps": 3}), LocalRuntime("cpu")).best
+
+
+@pytest.mark.parametrize(("stage", "sync"), [("recover", "phase"), ("qat", "step"), ("recover", "optimizer")])
+def test_two_devices_hold_equal_bits_and_what_one_cpu_would_hold(stage, sync, tmp_path, cache_dir, student) -> None:
+    """20 steps with accumulation 2, clipping that clips, anchor rows, averages, evaluations; --max-recompiles 0."""
+    first, second = run_program("train", tmp_path, stage, cache_dir, student, sync, **TWO_DEVICES)
+    assert [first["rank"], second["rank"]] == [0, 1]
+    for part in ("trained", "ema", "losses", "kl", "grad_norms"):
+        assert second[part] == first[part], part
+    run = ranks.settings(stage, cache_dir, tmp_path / "alone", student, 1)
+    runtime = LocalRuntime("cpu")
+    alone = ranks.outcome((run_qat if stage == "qat" else run_recovery)(run, runtime), runtime)
+    for part in ("losses", "grad_norms", "kl"):  # 4.3e-7 of a norm seen
+        assert first[part] == pytest.approx(alone[part], rel=1e-5), part
+    for name, values in alone["trained"].items():  # 1e-5 of an adapter's largest entry seen
+        assert first["trained"][name] == pytest.approx(values, abs=1e-3 * max(map(abs, values))), name
+    parameters = sum(len(values) for values in alone["trained"].values())
+    assert first["reduced_bytes"] == ranks.STEPS * 4 * parameters, "gradients of what is trained, once per step"
+
+
+def test_a_gradient_that_was_accumulated_is_summed_which_torch_xlas_own_sum_is_forgotten(tmp_path) -> None:
+    found = run_program("sums", tmp_path, **TWO_DEVICES)
+    naive = [each["naive"]["grad"][0][0] for each in found]
+    assert naive == [3.0, 6.0], "the trap is gone: torch_xla's sum in place outlives clipping"
+    for rank, each in enumerate(found):
+        assert each["reduced_bytes"] == 4 * 8
+        ours = each["ours"]
+        assert ours["own"] == [1.0 + rank]
+        assert ours["total"] == [3.0]
+        assert ours["grad"] == [[4.5] * 3] * 2, "the mean of 3 and 6"
+        assert ours["norm"] == pytest.approx((6 * 4.5**2 + 2 * 2.0**2) ** 0.5)
+        assert ours["frozen"]
+
+
+def started(how: str, folder: Path) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    environment = os.environ | {"PJRT_DEVICE": "CPU", "PYTHONPATH": str(programs.ROOT)}
+    command = [sys.executable, "-m", "tests.runtime.chip_processes", how, str(folder)]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, cwd=programs.ROOT)
+
+
+def pids(folder: Path, count: int = 2) -> list[int]:
+    """The ranks' processes, once they are all there."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        found = [path.read_text() for path in sorted(folder.glob("pid-*"))]
+        if len(found) == count and all(found):
+            return [int(pid) for pid in found]
+        time.sleep(0.1)
+    raise AssertionError(f"{folder} has {len(found)} ranks")
+
+
+def all_gone(processes: list[int]) -> bool:
+    """Whether the processes end within a while; they are children of a process that has ended."""
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in processes) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not any(Path(f"/proc/{pid}").exists() for pid in processes)
+
+
+@pytest.mark.parametrize("how", ["done", "raises", "refuses", "killed", "terminated", "interrupted"])
+def test_the_processes_of_the_chips_end_together(how, tmp_path) -> None:
+    job = started(how, tmp_path)
+    processes = pids(tmp_path)
+    begun = time.monotonic()
+    if how == "killed":
+        os.kill(processes[1], signal.SIGKILL)
+    elif how in ("terminated", "interrupted"):
+        job.send_signal(signal.SIGTERM if how == "terminated" else signal.SIGINT)
+    _, words = job.communicate(timeout=60)
+    assert time.monotonic() - begun < 60
+    codes = {"done": 0, "terminated": 143, "interrupted": -signal.SIGINT}
+    assert job.returncode == codes.get(how, 1), words
+    own = {"raises": "ValueError: only rank 1 knows what is wrong", "refuses": "error (rank 1): what a user must mend"}
+    assert own.get(how, "") in words
+    failed = "qat-lora: a rank has failed (its words are above), so the others were ended"
+    assert (failed in words) == (how in ("raises", "refuses", "killed"))
+    assert words.find(own.get(how, "")) <= words.find(failed) or how not in own
+    assert all_gone(processes)

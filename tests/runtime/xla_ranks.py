@@ -1,0 +1,156 @@
+"""Two XLA devices as two ranks: PJRT's CPU client has its devices in one process, a thread for each.
+
+python -m tests.runtime.xla_ranks NAME ARGUMENTS...        prints one line of JSON, a list over ranks
+
+On a TPU each rank is a process. What is different here is in `ThreadRank` alone: a lock round every cut, since each
+thread would compile its own graph; barriers of threads; and set-up under the lock, since torch's random numbers and
+some switches are the process's. The step, the loop, the sums and the runs are the real ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from qat_lora.config import ExecutionConfig, QatRun
+from qat_lora.runtime.xla_chips import ChipsRuntime
+from qat_lora.train import run as whole_runs
+from tests.runtime import ranks
+
+LOCK = threading.RLock()
+ENVIRONMENT = {"CPU_NUM_DEVICES": "2", "PJRT_CPU_ASYNC_CLIENT": "0", "XLA_THREAD_POOL_SIZE": "16"}
+
+
+class ThreadControl:
+    """`Control` between threads."""
+
+    def __init__(self, world_size: int) -> None:
+        self._barrier = threading.Barrier(world_size)
+        self._digests: dict[int, bytes] = {}
+
+    def barrier(self, tag: str) -> None:
+        self._barrier.wait(timeout=120)
+
+    def agree(self, digest: bytes) -> bool:
+        self._digests[threading.get_ident()] = digest
+        self.barrier("agree")
+        return len(set(self._digests.values())) == 1
+
+
+class ThreadRank(ChipsRuntime):
+    """The runtime of a rank that is a thread."""
+
+    shared: dict[str, ThreadControl] = {}
+
+    def _joined(self, barrier_timeout: int) -> ThreadControl:
+        with LOCK:
+            return self.shared.setdefault("control", ThreadControl(self.world_size))
+
+    def _execute(self, *, wait: bool) -> None:
+        self._wait()  # a cut waits for the one before it, which waits for the other rank
+        with LOCK:
+            self._xla.sync()
+
+    def _wait(self) -> None:
+        self._xm.wait_device_ops(self._xm.xla_real_devices([self.device]))
+
+    def synchronize(self) -> None:
+        self._wait()
+        due, self._later = self._later, []
+        for fn, tensors in due:
+            fn(*(t.item() for t in tensors))
+
+    def first(self, tag: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # set-up is under the lock
+
+    def wrap_loader(self, loader):
+        return (self.to_device(batch) for batch in loader)  # torch_xla's own cuts the graph by itself
+
+
+def on_every_device(rank_program: Callable[[], Any]) -> list[Any]:
+    """What each rank returns, in order; an exception of one ends the process, since the others would wait."""
+    from torch_xla._internal import pjrt
+
+    def guarded() -> Any:
+        try:
+            return rank_program()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(3)
+
+    found = pjrt._run_thread_per_device(0, 1, guarded, pjrt.initialize_multiprocess)
+    return [found[rank] for rank in sorted(found)]
+
+
+def train(folder: str, stage: str, cache: str, student: str, sync: str = "phase") -> list[Any]:
+    """The run of `tests.runtime.ranks.train`, on all XLA devices, with --max-recompiles 0."""
+    digest, fit = whole_runs._digest, whole_runs._fit
+
+    def locked_digest(*args: Any) -> bytes:
+        with LOCK:
+            return digest(*args)
+
+    def unlocked_fit(*args: Any) -> Any:
+        LOCK.release()
+        return fit(*args)
+
+    whole_runs._digest, whole_runs._fit = locked_digest, unlocked_fit
+
+    def rank_program() -> dict[str, Any]:
+        runtime = ThreadRank(dtype="fp32", sync=sync)
+        run = ranks.settings(stage, Path(cache), Path(folder) / "run", Path(student), runtime.world_size)
+        run = dataclasses.replace(run, execution=ExecutionConfig(sync=sync, max_recompiles=0))
+        LOCK.acquire()
+        result = (whole_runs.run_qat if isinstance(run, QatRun) else whole_runs.run_recovery)(run, runtime)
+        runtime.synchronize()
+        with LOCK:
+            return ranks.outcome(result, runtime)
+
+    return on_every_device(rank_program)
+
+
+def sums(folder: str) -> list[Any]:
+    """`tests.runtime.ranks.sums`, by torch_xla's own reduction and by ours."""
+
+    def rank_program() -> dict[str, Any]:
+        runtime = ThreadRank(dtype="fp32")
+        return {
+            "naive": reduced(runtime, lambda optimizer: runtime._xm.reduce_gradients(optimizer)),
+            "ours": reduced(runtime, runtime.reduce_gradients),
+            "reduced_bytes": runtime.reduced_bytes,
+        }
+
+    def reduced(runtime: ThreadRank, reduce: Callable[[torch.optim.Optimizer], None]) -> dict[str, Any]:
+        layer, frozen = nn.Linear(3, 2).to(runtime.device), nn.Parameter(torch.ones(2, device=runtime.device))
+        optimizer = torch.optim.SGD([*layer.parameters(), frozen])
+        for part in (1.0, 2.0):
+            x = torch.full((1, 3), part * (runtime.rank + 1)).to(runtime.device)
+            layer(x).sum().backward()
+        own = torch.full((1,), 1.0 + runtime.rank).to(runtime.device)
+        total = runtime.all_reduce_sum(own)
+        reduce(optimizer)
+        norm = nn.utils.clip_grad_norm_(layer.parameters(), 1e9)
+        runtime.mark_step("optimizer")
+        runtime.synchronize()
+        return {
+            "own": own.tolist(), "total": total.tolist(), "grad": layer.weight.grad.tolist(), "norm": norm.item(),
+            "frozen": frozen.grad is None,
+        }  # fmt: skip
+
+    return on_every_device(rank_program)
+
+
+if __name__ == "__main__":
+    print(json.dumps(globals()[sys.argv[1]](*sys.argv[2:])), flush=True)
+    os._exit(0)
