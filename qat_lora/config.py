@@ -10,6 +10,7 @@ only mean one thing. A field's help text, and other spellings of its flag, stand
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
@@ -216,6 +217,7 @@ class CacheRun:
     rows_per_shard: int = setting(256, "rows per shard file")
     build_batch_size: int = setting(8, "rows per teacher forward", "--batch-size")
     logprob_dtype: Literal["float16", "float32"] = setting("float16", "how log-probabilities are stored")
+    part: str = setting("", "i/n, from 1/n to n/n: build one of n parts, which copied into one folder are the cache")
     place: PlaceConfig = PlaceConfig()
 
     def __post_init__(self) -> None:
@@ -226,6 +228,17 @@ class CacheRun:
         check_range(self, "max_rows", at_least=0)
         if not self.temperatures or any(not 0 < t < math.inf for t in self.temperatures):
             raise ConfigError(f"temperatures must be positive, but temperatures={self.temperatures}; use 1.0.")
+        number, count = self.part_of
+        if not 1 <= number <= count:
+            raise ConfigError(
+                f"part must be i/n with i from 1 to n, but part={self.part!r}; write --part 2/4 for the second of four."
+            )
+
+    @property
+    def part_of(self) -> tuple[int, int]:
+        """Which part, from 1 on, of how many; (1, 1) is the whole cache, (0, 0) what cannot be read as a part."""
+        match = re.fullmatch(r"([0-9]+)/([0-9]+)", self.part or "1/1")
+        return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 @dataclass(frozen=True)

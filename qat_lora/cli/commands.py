@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 from pathlib import Path
@@ -11,8 +13,8 @@ from torch import Tensor, nn
 from qat_lora import adapters, models
 from qat_lora.cli.progress import BarHook, bar
 from qat_lora.config import CacheRun, EvalRun, ExportRun, QatRun, RecoveryRun
-from qat_lora.data import read_texts, tokenize_blocks
-from qat_lora.errors import ConfigError, ModelError, OutputError
+from qat_lora.data import Blocks, read_texts, tokenize_blocks
+from qat_lora.errors import CacheMismatch, ConfigError, ModelError, OutputError
 from qat_lora.evaluate import (
     Fidelity,
     Windows,
@@ -26,7 +28,7 @@ from qat_lora.evaluate import (
 )
 from qat_lora.export import ADAPTER_FOLDER, export_adapter, export_dequantized, export_merged, verify_export
 from qat_lora.files import check_writable
-from qat_lora.kd import CacheManifest, CacheWriter, Head, build_cache
+from qat_lora.kd import CacheManifest, CacheWriter, Head, Part, build_cache
 from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.train.checkpoint import load_checkpoint
 from qat_lora.train.run import Launch, RunResult, run_qat, run_recovery
@@ -34,21 +36,57 @@ from qat_lora.train.student import load_student
 
 
 def cache(run: CacheRun) -> CacheManifest:
-    """Build the KD cache of a text, or go on with one that was interrupted."""
-    runtime = runtime_for(run.place, folder=run.output)
-    check_writable(run.output)
-    loaded = models.load(run.teacher)
+    """Build the KD cache of a text, or one part of it, or go on with one that was interrupted."""
+    runtime = runtime_for(run.place, folder=run.output, many=True)
+    if runtime.rank == 0:  # another rank's would see, and remove, a folder that is made at this moment
+        check_writable(run.output)
+    with runtime.first("model_download"):
+        loaded = models.load(run.teacher)
     models.check_context(loaded.model, run.seq_len)
     models.check_head(loaded.model)
-    identity = loaded.identity
     blocks = tokenize_blocks(
         read_texts(run.data),
         loaded.tokenizer,
         run.seq_len,
         max_rows=run.max_rows or None,
-        vocab_size=identity.vocab_size,
+        vocab_size=loaded.identity.vocab_size,
     )
-    manifest = CacheManifest(
+    manifest = _manifest(run, loaded.identity, blocks)
+    if not runtime.agree(lambda: _build_digest(run, manifest, runtime)):
+        raise CacheMismatch(
+            f"the ranks would not build the same cache in {run.output}: their settings, texts or teachers differ; give "
+            "all the same command."
+        )
+    with runtime.first("before_build"):
+        writer = CacheWriter(
+            run.output, manifest, part=Part(*run.part_of), rank=runtime.rank, world_size=runtime.world_size
+        )
+    model = placed(loaded.model, runtime)
+    head = Head(*models.head_parts(model, runtime.precision.compute))
+
+    def hidden_states(ids_BT: Tensor) -> Tensor:
+        return hidden_and_head(model, ids_BT, runtime)[0].unflatten(0, ids_BT.shape)
+
+    whose = f" (rank 0 of {runtime.world_size})" if runtime.world_size > 1 else ""
+    title = f"cache{f' {run.part}' if run.part else ''}{whose}"
+    with bar(title, total=writer.rows, unit_per_second="tokens/s", units_each=run.seq_len) as update:
+        build_cache(
+            hidden_states,
+            lambda hidden_SH: head(hidden_SH),
+            blocks,
+            writer,
+            batch_size=run.build_batch_size,
+            device=runtime.device,
+            mark_step=lambda: runtime.mark_step("cache"),
+            meet=lambda: runtime.barrier("after_shard"),
+            progress=lambda done, total: update(done),
+        )
+    with runtime.first("before_end"):  # every rank has met the others after its last shard
+        return writer.finish()
+
+
+def _manifest(run: CacheRun, identity: models.Identity, blocks: Blocks) -> CacheManifest:
+    return CacheManifest(
         teacher=identity.name,
         teacher_digest=identity.weights,
         tokenizer_digest=identity.tokenizer,
@@ -62,25 +100,12 @@ def cache(run: CacheRun) -> CacheManifest:
         logprob_dtype=run.logprob_dtype,
         rows_per_shard=run.rows_per_shard,
     )
-    writer = CacheWriter(run.output, manifest)
-    model = placed(loaded.model, runtime)
 
-    head = Head(*models.head_parts(model, runtime.precision.compute))
 
-    def hidden_states(ids_BT: Tensor) -> Tensor:
-        return hidden_and_head(model, ids_BT, runtime)[0].unflatten(0, ids_BT.shape)
-
-    with bar("cache", total=manifest.rows, unit_per_second="tokens/s", units_each=run.seq_len) as update:
-        return build_cache(
-            hidden_states,
-            lambda hidden_SH: head(hidden_SH),
-            blocks,
-            writer,
-            batch_size=run.build_batch_size,
-            device=runtime.device,
-            mark_step=lambda: runtime.mark_step("cache"),
-            progress=lambda done, total: update(done),
-        )
+def _build_digest(run: CacheRun, manifest: CacheManifest, runtime: Runtime) -> bytes:
+    """Of all on which the bytes of a shard, and which rank writes it, depend."""
+    how = [manifest.identity(), run.part_of, run.build_batch_size, str(runtime.precision.compute)]
+    return hashlib.sha256(json.dumps(how, sort_keys=True).encode()).digest()
 
 
 def qat(run: QatRun, *, launch: Launch = "new") -> RunResult:

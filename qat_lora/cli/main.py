@@ -74,10 +74,21 @@ def _without_chips(argv: list[str]) -> list[str]:
 
 def _cache(args: argparse.Namespace) -> None:
     from qat_lora.cli import commands
+    from qat_lora.cli.progress import IS_FIRST_RANK
 
     run: Any = run_from(args, CacheRun)
     manifest = commands.cache(run)
-    print(f"{run.output}: {manifest.rows} rows of {manifest.seq_len} tokens, top {manifest.top_k}")
+    if not IS_FIRST_RANK:
+        return
+    what = f"rows of {manifest.seq_len} tokens, top {manifest.top_k}"
+    if run.part_of == (1, 1):
+        print(f"{run.output}: {manifest.rows} {what}")
+        return
+    there = sum(shard.rows for shard in manifest.shards)
+    print(
+        f"{run.output}: part {run.part}, {there} of {manifest.rows} {what}; "
+        f"copy the files of all {run.part_of[1]} parts into one folder, which is the cache"
+    )
 
 
 def _qat(args: argparse.Namespace) -> None:

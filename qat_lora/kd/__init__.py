@@ -11,6 +11,7 @@ from qat_lora.kd.losses import (
     soft_ce,
     sparse_kl,
 )
+from qat_lora.kd.parts import Part, load_manifest
 from qat_lora.kd.reader import KDCacheDataset
 from qat_lora.kd.targets import label_mask, next_tokens, position_mask, targets
 from qat_lora.kd.teacher import build_cache, topk_rows
@@ -22,6 +23,7 @@ __all__ = [
     "Head",
     "KDCacheDataset",
     "LossSum",
+    "Part",
     "ShardRecord",
     "SparseTarget",
     "build_cache",
@@ -29,6 +31,7 @@ __all__ = [
     "hard_top1",
     "kd_soft_ce",
     "label_mask",
+    "load_manifest",
     "next_tokens",
     "next_token_ce",
     "position_mask",

@@ -1,7 +1,8 @@
 """What a KD cache is on disk: the manifest, the tensors of a shard, and how both are named.
 
-Owns the schema. Does not own how rows are made (`teacher`), when they are written (`writer`) or how they are
-read (`reader`). `docs/kd_cache.md` describes the same format for people.
+Owns the schema. Does not own how rows are made (`teacher`), when they are written (`writer`), how several records
+of one cache become one (`parts`) or how rows are read (`reader`). `docs/kd_cache.md` describes the same format for
+people.
 
 Legend: R rows of a shard, T positions of a row, K candidates, n temperatures.
 """
@@ -12,6 +13,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +41,14 @@ class ShardRecord:
     bytes: int
     sha256: str
 
+    @property
+    def index(self) -> int:
+        """Which shard it is, as its file name says; ValueError where it says none."""
+        match = re.fullmatch(r"shard-([0-9]{5,})\.safetensors", self.file)
+        if match is None:
+            raise ValueError(f"{self.file!r} is no shard's name")
+        return int(match[1])
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheManifest:
@@ -59,8 +69,8 @@ class CacheManifest:
         source_digest: digest of all token rows.
         store: what is stored of the distribution.
         sorted: candidates are in descending order of probability.
-        shards: those that are finished, from 0 on without a gap.
-        complete: all shards are there.
+        shards: those that are finished, by index; others may be missing between them.
+        complete: all shards are there; in the record of a part, all of that part.
         schema: the format itself.
     """
 
@@ -117,6 +127,11 @@ class CacheManifest:
         """Return the fields that decide what the rows hold: equal identity, equal cache."""
         return {k: v for k, v in self.to_json().items() if k not in ("teacher", "source", "shards", "complete")}
 
+    def differing(self, other: CacheManifest) -> dict[str, tuple[Any, Any]]:
+        """Return the fields of the identity that differ, each with this value and the other's."""
+        ours, theirs = self.identity(), other.identity()
+        return {name: (ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]}
+
     def shard_tag(self, index: int) -> str:
         """What a shard file says of itself, so that a file of another cache is known at once."""
         digest = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
@@ -135,23 +150,17 @@ class CacheManifest:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The plain form, as it stands in manifest.json."""
+        """The plain form, as it stands in manifest.json and in the records of parts and ranks."""
         plain = dataclasses.asdict(self)
         plain["temperatures"] = list(self.temperatures)
         plain["shards"] = list(plain["shards"])
         return plain
 
     @classmethod
-    def load(cls, directory: Path | str) -> CacheManifest:
-        """Read the manifest of a cache directory; CacheError where there is none that can be understood."""
-        path = Path(directory) / MANIFEST_NAME
+    def read(cls, path: Path) -> CacheManifest:
+        """Read one file; CacheError where it cannot be read or understood."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise CacheError(
-                f"No {MANIFEST_NAME} in {str(directory)!r}, so it is no KD cache; "
-                "check the path or build one with scripts/build_kd_cache.py --output."
-            ) from None
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise CacheError(
                 f"Cannot read {str(path)!r} ({error}); restore the file or build the cache again."
@@ -167,15 +176,19 @@ class CacheManifest:
             )
         try:
             shards = tuple(ShardRecord(**s) for s in data.pop("shards"))
-            return cls(**{**data, "temperatures": tuple(data["temperatures"])}, shards=shards)
+            found = cls(**{**data, "temperatures": tuple(data["temperatures"])}, shards=shards)
+            indices = [shard.index for shard in shards]
+            if indices != sorted(set(indices)) or any(index >= found.shard_count for index in indices):
+                raise ValueError(f"shards {indices} of {found.shard_count}")
+            return found
         except (KeyError, TypeError, ValueError) as error:
             raise CacheError(
                 f"{str(path)!r} is damaged ({error}); restore the file or build the cache again."
             ) from error
 
-    def save(self, directory: Path | str) -> None:
-        """Write manifest.json whole or not at all."""
-        write_json(Path(directory) / MANIFEST_NAME, self.to_json())
+    def save(self, path: Path) -> None:
+        """Write the file whole or not at all."""
+        write_json(path, self.to_json())
 
 
 def shard_name(index: int) -> str:

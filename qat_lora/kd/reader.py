@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from qat_lora.files import sha256_file
 from qat_lora.kd.format import CacheManifest
+from qat_lora.kd.parts import load_manifest, what_is_missing
 from qat_lora.kd.shards import MemoryShards, RowSource, ShardFiles, damaged, row_fractions
 
 Split: TypeAlias = Literal["all", "train", "eval"]
@@ -71,7 +72,7 @@ class KDCacheDataset(Dataset[Batch]):
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank must lie in 0..{world_size - 1}, but rank={rank}; rank counts from 0.")
         self.path = Path(path)
-        self.manifest = CacheManifest.load(self.path)
+        self.manifest = load_manifest(self.path)
         _check_complete(self.path, self.manifest)
         self.rank, self.world_size, self.seed = rank, world_size, seed
         files = ShardFiles(self.path, self.manifest)
@@ -230,9 +231,5 @@ class KDCacheDataset(Dataset[Batch]):
 
 
 def _check_complete(path: Path, manifest: CacheManifest) -> None:
-    done, wanted = len(manifest.shards), manifest.shard_count
-    if not manifest.complete or done != wanted:
-        raise CacheError(
-            f"The build of the KD cache {str(path)!r} was interrupted after {done} of {wanted} shards; "
-            "run the same build command again, it goes on where it stopped."
-        )
+    if not manifest.complete or len(manifest.shards) != manifest.shard_count:
+        raise CacheError(what_is_missing(path, manifest))

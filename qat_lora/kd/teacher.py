@@ -75,29 +75,33 @@ def build_cache(
     chunk_tokens: int = 256,
     device: torch.device | str = "cpu",
     mark_step: Callable[[], None] = lambda: None,
+    meet: Callable[[], None] = lambda: None,
     progress: Progress | None = None,
-) -> CacheManifest:
-    """Run the teacher over all rows that `writer` still lacks, and return the finished manifest.
+) -> None:
+    """Run the teacher over the rows of all shards that `writer` has yet to write.
 
     Args:
         hidden_fn: input_ids ``[B, T]`` int64 on `device` -> last hidden states ``[B, T, H]``.
         head: hidden ``[c, H]`` -> logits ``[c, V]`` (a `Head`, say); called for `chunk_tokens` rows at a
             time, so no [B, T, V] exists.
         blocks: the token rows, as many as the manifest says.
-        writer: says where to start; an interrupted build goes on there.
+        writer: says which shards are to be built, and writes them; `writer.finish` is left to the caller.
         batch_size: rows per call of `hidden_fn`. Batches never cross shards, and the last one of a shard is
             filled up by repeating a row: the model sees one shape, and a resumed build makes the same files.
         chunk_tokens: token rows per call of `head`.
         device: where input ids are sent.
         mark_step: called when a batch is traced, before it is read, so that a lazy device runs it as one graph.
-        progress: called with (rows done, rows in all) after each batch.
+        meet: called after each shard, `writer.rounds` times on every rank. Ranks that wait for each other here never
+            drift further apart than one shard takes, however long the build.
+        progress: called with (rows done, rows in all) after each batch; both count this writer's own rows.
     """
     manifest = writer.manifest
     if tuple(blocks.input_ids_RT.shape) != (manifest.rows, manifest.seq_len):
         raise ValueError(
             f"the manifest says {(manifest.rows, manifest.seq_len)} tokens, got {tuple(blocks.input_ids_RT.shape)}"
         )
-    for index in range(writer.next_shard, manifest.shard_count):
+    done, total, own = writer.rows_done, writer.rows, writer.missing
+    for index in own:
         rows = manifest.shard_rows(index)
         arrays = {name: np.empty(shape, dtype) for name, (shape, dtype) in manifest.tensors(len(rows)).items()}
         arrays["input_ids"][:] = blocks.input_ids_RT[rows.start : rows.stop].numpy()
@@ -112,9 +116,12 @@ def build_cache(
                 x_BT = x_S.cpu().unflatten(0, (batch_size, manifest.seq_len))
                 arrays[name][batch] = x_BT[: batch.stop - batch.start].numpy()
             if progress is not None:
-                progress(rows.start + batch.stop, manifest.rows)
+                progress(done + batch.stop, total)
+        done += len(rows)
         writer.write_shard(index, arrays)
-    return writer.finish()
+        meet()
+    for _ in range(writer.rounds - len(own)):  # the last round has no shard for this rank
+        meet()
 
 
 def _batch(input_ids_BT: np.ndarray[Any, Any], batch_size: int) -> Tensor:

@@ -1,8 +1,9 @@
-"""Writing a KD cache shard by shard, so that a build that stops can go on where it stopped.
+"""Writing a KD cache shard by shard, alone, as one of several ranks or one part, so that any build can be gone on with.
 
-Owns the order of writes: manifest, then for each shard its file and then the manifest that names it. A shard
-counts only once the manifest names it, so a crash at any moment loses at most one shard. Does not own what
-the rows hold.
+Owns the order of writes: first a record that names the cache, then for each shard its file and then the record that
+names it. A shard counts only once a record names it, so a crash at any moment loses at most the shard that was being
+written. Ranks write side by side, each into a record of its own; rank 0 makes one of all, before they start and after
+they end. Does not own what the rows hold, nor how ranks wait for each other: the caller does that between the acts.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import re
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save as to_safetensors
 
-from qat_lora.errors import CacheError, CacheMismatch
+from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from qat_lora.files import check_writable, write_atomically
 from qat_lora.kd.format import (
     MANIFEST_NAME,
@@ -25,34 +27,72 @@ from qat_lora.kd.format import (
     ShardRecord,
     shard_name,
 )
+from qat_lora.kd.parts import WHOLE, Part, named, record_name, records_in, united, with_shards
 
 logger = logging.getLogger(__name__)
 
 
 class CacheWriter:
-    """A directory that becomes the cache of a manifest: fresh, or left behind by an interrupted build."""
+    """A directory that becomes the cache of a manifest: fresh, or left behind by interrupted builds, or parts.
 
-    def __init__(self, directory: Path | str, manifest: CacheManifest) -> None:
-        """Write the manifest, or take up the one that is there if it describes the same cache."""
-        self.directory = Path(directory)
-        check_writable(self.directory)
-        self._remove_leftovers()
-        if (self.directory / MANIFEST_NAME).exists():
-            self.manifest = self._continued(manifest)
-        else:
-            self._refuse_foreign_shards()
-            self.manifest = dataclasses.replace(manifest, shards=(), complete=False)
-            self.manifest.save(self.directory)
+    With several ranks, rank 0's writer is made before the others', and `finish` is called when all ranks have written
+    their shards, by rank 0 first.
+
+    Args:
+        directory: the folder, which all ranks see.
+        manifest: what is to be built.
+        part: which part of it; the whole takes up the records of parts that it finds, and removes them.
+        rank: which of `world_size` writers of this part this one is.
+        world_size: how many there are.
+
+    Attributes:
+        manifest: what this writer's own record names: alone, all shards of the part; else those of this rank.
+        rounds: shards of the rank that has most to write.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        manifest: CacheManifest,
+        *,
+        part: Part = WHOLE,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """Write the part's record, or take up what is there if it describes the same cache."""
+        self.directory, self.part, self.rank, self.world_size = Path(directory), part, rank, world_size
+        if part.count > manifest.shard_count:
+            raise ConfigError(
+                f"A part needs a shard at least, but part={str(part)!r} and the cache has {manifest.shard_count} "
+                f"shards of {manifest.rows_per_shard} rows; use fewer parts or a smaller --rows-per-shard."
+            )
+        begun = self._joined(manifest) if rank else self._opened(manifest)
+        there = {shard.index for shard in begun.shards}
+        missing = [index for index in part.shards(begun.shard_count) if index not in there]
+        self._own = missing[rank::world_size]
+        self.rounds = -(-len(missing) // world_size)
+        self.manifest = begun if world_size == 1 else with_shards(begun, (), part)
 
     @property
-    def next_shard(self) -> int:
-        """Index of the first shard that is missing; `manifest.shard_count` when none is."""
-        return len(self.manifest.shards)
+    def missing(self) -> list[int]:
+        """The shards that this writer has yet to write."""
+        written = {shard.index for shard in self.manifest.shards}
+        return [index for index in self._own if index not in written]
+
+    @property
+    def rows_done(self) -> int:
+        """Rows of the shards in this writer's own record."""
+        return sum(shard.rows for shard in self.manifest.shards)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the shards that will be in this writer's own record in the end."""
+        return self.rows_done + sum(len(self.manifest.shard_rows(index)) for index in self.missing)
 
     def write_shard(self, index: int, tensors: Arrays) -> None:
-        """Write the tensors of shard `index`, which must be `next_shard`, and record it."""
-        if index != self.next_shard or index >= self.manifest.shard_count:
-            raise ValueError(f"shard {index} is out of turn: the next one is {self.next_shard}")
+        """Write the tensors of shard `index`, which must be one of `missing`, and record it."""
+        if index not in self.missing:
+            raise ValueError(f"shard {index} is not this writer's: it lacks {self.missing}")
         rows = len(self.manifest.shard_rows(index))
         _check_tensors(self.manifest, rows, tensors)
         data = to_safetensors(
@@ -61,54 +101,102 @@ class CacheWriter:
         )
         write_atomically(self.directory / shard_name(index), lambda stream: stream.write(data))
         record = ShardRecord(shard_name(index), rows, len(data), hashlib.sha256(data).hexdigest())
-        self._save(shards=(*self.manifest.shards, record), complete=False)
+        self.manifest = with_shards(self.manifest, (*self.manifest.shards, record), self.part)
+        self.manifest.save(self.directory / record_name(self.part, self.rank if self.world_size > 1 else None))
 
     def finish(self) -> CacheManifest:
-        """Mark the cache as complete and return its manifest."""
-        if self.next_shard != self.manifest.shard_count:
-            raise ValueError(f"shard {self.next_shard} of {self.manifest.shard_count} is still missing")
-        if not self.manifest.complete:
-            self._save(shards=self.manifest.shards, complete=True)
-        return self.manifest
-
-    def _save(self, *, shards: tuple[ShardRecord, ...], complete: bool) -> None:
-        self.manifest = dataclasses.replace(self.manifest, shards=shards, complete=complete)
-        self.manifest.save(self.directory)
-
-    def _continued(self, wanted: CacheManifest) -> CacheManifest:
-        found = CacheManifest.load(self.directory)
-        differing = [k for k, v in wanted.identity().items() if found.identity()[k] != v]
-        if differing:
-            shown = ", ".join(
-                f"{k}: there {found.identity()[k]!r}, asked for {wanted.identity()[k]!r}" for k in differing
+        """Return the complete manifest of the part: rank 0 makes it of all ranks' records, the others read it."""
+        found = CacheManifest.read(self._main) if self.rank else self._consolidated()
+        if not found.complete:
+            there = {shard.index for shard in found.shards}
+            lacking = [index for index in self.part.shards(found.shard_count) if index not in there]
+            if self.world_size == 1:
+                raise ValueError(f"shard {lacking[0]} of {found.shard_count} is still missing")
+            raise CacheError(
+                f"All ranks have written their shards, but {str(self.directory)!r} lacks {shard_name(lacking[0])}; "
+                "give an --output that all ranks see, or build a --part on each machine."
             )
-            raise CacheMismatch(
-                f"{str(self.directory)!r} holds a KD cache of something else ({shown}); "
-                "choose another --output or delete that directory."
-            )
-        kept = []
-        for record in found.shards:
-            path = self.directory / record.file
-            if not path.is_file() or path.stat().st_size != record.bytes:
-                break
-            kept.append(record)
-        if len(kept) < found.shard_count:
-            logger.info("resuming at shard %d of %d in %s", len(kept), found.shard_count, self.directory)
-        return dataclasses.replace(found, shards=tuple(kept), complete=found.complete and kept == list(found.shards))
+        return found
 
-    def _remove_leftovers(self) -> None:
-        # What a killed build was just writing.
-        for pattern in ("shard-*.safetensors", MANIFEST_NAME):
-            for path in self.directory.glob(f".{pattern}.*.tmp"):
-                path.unlink(missing_ok=True)
+    @property
+    def _main(self) -> Path:
+        return self.directory / record_name(self.part)
 
-    def _refuse_foreign_shards(self) -> None:
-        shards = sorted(p.name for p in self.directory.glob("shard-*.safetensors"))
-        if shards:
+    def _opened(self, wanted: CacheManifest) -> CacheManifest:
+        """Check what is in the folder and return, and write, what is recorded of this part."""
+        check_writable(self.directory)
+        # Before the records: another part may begin just now, and its record comes before its first shard.
+        shards = sorted(path.name for path in self.directory.glob("shard-*.safetensors"))
+        records = records_in(self.directory)
+        if shards and not records:
             raise CacheError(
                 f"{str(self.directory)!r} holds {shards[0]} but no {MANIFEST_NAME}, so it is not ours to "
                 "write over; choose another --output or delete that directory."
             )
+        for record in records:
+            self._check_same(record.path, record.manifest, wanted)
+        if self.part != WHOLE and any(record.part == WHOLE for record in records):
+            raise CacheError(
+                f"{str(self.directory)!r} holds a whole cache, finished or not, so part={str(self.part)!r} cannot be "
+                "built there; finish it without --part, or choose another --output."
+            )
+        self._remove_leftovers()
+        if not any(self._is_ours(record.part) for record in records):
+            fresh = dataclasses.replace(wanted, shards=(), complete=False)
+            fresh.save(self._main)
+            return fresh
+        found = self._consolidated()
+        if not found.complete:
+            logger.info("going on with %d of %d shards in %s", len(found.shards), found.shard_count, self.directory)
+        return found
+
+    def _joined(self, wanted: CacheManifest) -> CacheManifest:
+        """Return what rank 0 has just written."""
+        if not self._main.exists():
+            raise CacheError(
+                f"rank {self.rank} does not find {str(self._main)!r}, which rank 0 has just written; give an --output "
+                "that all ranks see, or build a --part on each machine."
+            )
+        found = CacheManifest.read(self._main)
+        self._check_same(self._main, found, wanted)
+        return found
+
+    def _consolidated(self) -> CacheManifest:
+        """Make one record, on disk too, of all records of this part, and of those of its shards that are there."""
+        records = [record for record in records_in(self.directory) if self._is_ours(record.part)]
+        found = united(records, self.part)
+        found = with_shards(found, [shard for shard in found.shards if self._is_there(shard)], self.part)
+        if records[0].path != self._main or records[0].manifest != found:
+            found.save(self._main)
+        for record in records:  # only now: each of their shards has a record at any moment
+            if record.path != self._main:
+                record.path.unlink()
+        return found
+
+    def _check_same(self, path: Path, found: CacheManifest, wanted: CacheManifest) -> None:
+        if differing := found.differing(wanted):
+            shown = ", ".join(f"{name}: there {a!r}, asked for {b!r}" for name, (a, b) in differing.items())
+            raise CacheMismatch(
+                f"{str(self.directory)!r} holds a KD cache of something else ({path.name}: {shown}); "
+                "choose another --output or delete that directory."
+            )
+
+    def _is_ours(self, part: Part) -> bool:
+        return self.part in (WHOLE, part)
+
+    def _is_there(self, shard: ShardRecord) -> bool:
+        path = self.directory / shard.file
+        return path.is_file() and path.stat().st_size == shard.bytes
+
+    def _remove_leftovers(self) -> None:
+        """Remove what killed writers of this part were just writing; another part's may be alive."""
+        for path in self.directory.glob(".*.tmp"):
+            name = path.name[1:].rsplit(".", 2)[0]
+            whose, shard = named(name), re.fullmatch(r"shard-([0-9]+)\.safetensors", name)
+            if (whose is not None and self._is_ours(whose[0])) or (
+                shard is not None and int(shard[1]) % self.part.count == self.part.number - 1
+            ):
+                path.unlink(missing_ok=True)
 
 
 def _check_tensors(manifest: CacheManifest, rows: int, tensors: Arrays) -> None:

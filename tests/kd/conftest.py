@@ -62,6 +62,7 @@ def build(directory, rows=7, *, teacher=None, progress=None, batch_size=2, last_
     teacher = teacher or TinyTeacher()
     writer = CacheWriter(directory, manifest_of(blocks, **changes))
     build_cache(teacher, teacher.head, blocks, writer, batch_size=batch_size, chunk_tokens=4, progress=progress)
+    writer.finish()
     return teacher
 
 

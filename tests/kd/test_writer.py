@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError, OutputError
-from qat_lora.kd import CacheManifest, CacheWriter, KDCacheDataset
+from qat_lora.kd import CacheWriter, KDCacheDataset, load_manifest
 from qat_lora.kd.format import SHARD_BYTES
 from tests.kd.conftest import blocks_of, build, manifest_of
 
@@ -112,7 +112,7 @@ def test_a_directory_with_another_cache_is_refused_showing_both_values(tmp_path,
     before = contents(tmp_path)
     with pytest.raises(CacheMismatch) as caught:
         CacheWriter(tmp_path, manifest_of(blocks_of(7, last_length=3), **{name: value}))
-    stored = CacheManifest.load(tmp_path).to_json()[name]
+    stored = load_manifest(tmp_path).to_json()[name]
     wanted = list(value) if isinstance(value, tuple) else value
     assert f"{name}: there {stored!r}, asked for {wanted!r}" in str(caught.value)
     assert contents(tmp_path) == before
@@ -121,7 +121,7 @@ def test_a_directory_with_another_cache_is_refused_showing_both_values(tmp_path,
 def test_the_names_of_teacher_and_source_may_differ_since_their_digests_decide(tmp_path):
     build(tmp_path)
     writer = CacheWriter(tmp_path, manifest_of(blocks_of(7, last_length=3), teacher="a/path", source="b"))
-    assert writer.next_shard == writer.manifest.shard_count
+    assert writer.missing == [] and writer.manifest.complete
 
 
 def test_another_sequence_length_is_refused(tmp_path):
@@ -148,11 +148,11 @@ def test_a_directory_that_cannot_be_made_or_written_is_one_clear_error(tmp_path)
     assert (tmp_path / "file").read_text() == "not a directory"
 
 
-def test_a_shard_of_wrong_shape_dtype_or_turn_is_refused(tmp_path):
+def test_a_shard_of_wrong_shape_or_dtype_or_that_is_there_is_refused(tmp_path):
     writer = CacheWriter(tmp_path, manifest_of(blocks_of(7)))
     good = {name: np.zeros(shape, dtype) for name, (shape, dtype) in writer.manifest.tensors(3).items()}
-    with pytest.raises(ValueError, match="out of turn"):
-        writer.write_shard(1, good)
+    with pytest.raises(ValueError, match="shard 3 is not this writer's"):
+        writer.write_shard(3, good)
     with pytest.raises(ValueError, match="lse must be float32"):
         writer.write_shard(0, {**good, "lse": good["lse"].astype(np.float64)})
     with pytest.raises(ValueError, match="needs the tensors"):
@@ -160,17 +160,19 @@ def test_a_shard_of_wrong_shape_dtype_or_turn_is_refused(tmp_path):
     with pytest.raises(ValueError, match="still missing"):
         writer.finish()
     writer.write_shard(0, good)
-    assert writer.next_shard == 1
+    assert writer.missing == [1, 2]
+    with pytest.raises(ValueError, match="shard 0 is not this writer's"):
+        writer.write_shard(0, good)
 
 
 def test_the_manifest_survives_its_json_form(tmp_path):
     build(tmp_path)
-    manifest = CacheManifest.load(tmp_path)
+    manifest = load_manifest(tmp_path)
     assert manifest.complete and len(manifest.shards) == 3 and manifest.rows == 7
     data = json.loads((tmp_path / "manifest.json").read_text())
     assert data == manifest.to_json()
-    manifest.save(tmp_path)
-    assert CacheManifest.load(tmp_path) == manifest
+    manifest.save(tmp_path / "manifest.json")
+    assert load_manifest(tmp_path) == manifest
 
 
 def test_the_temperature_one_is_always_stored_and_first():
