@@ -133,6 +133,47 @@ def test_more_candidates_than_the_vocabulary_has(refused, tmp_path, teacher_dir,
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("part", ["5/4", "0/4", "a/b", "2", "-1/4", "1/0", "2/4/8"])
+def test_a_part_that_is_none(refused, tmp_path, teacher_dir, text_file, part) -> None:
+    refused(
+        "cache", "--teacher", teacher_dir, "--data", text_file, "--output", tmp_path / "c", f"--part={part}",
+        names=("part must be i/n with i from 1 to n", f"part={part!r}", "--part 2/4"),
+    )  # fmt: skip
+
+
+def built_part(folder: Path, teacher: Path, text: Path, part: str, top_k: int = 8) -> tuple[object, ...]:
+    """Build one part into a folder and return the command line."""
+    argv = (
+        "cache", "--teacher", teacher, "--data", text, "--seq-len", 24, "--top-k", top_k, "--max-rows", 40,
+        "--rows-per-shard", 16, "--output", folder, "--quiet",
+    )  # fmt: skip
+    assert main([str(a) for a in (*argv, "--device", "cpu", "--part", part)]) == 0
+    return argv
+
+
+def test_more_parts_than_shards(refused, tmp_path, teacher_dir, text_file) -> None:
+    argv = built_part(tmp_path / "a", teacher_dir, text_file, "1/3")
+    refused(*argv[:-2], tmp_path / "b", "--part", "2/4", names=("part='2/4'", "3 shards", "--rows-per-shard"))
+
+
+def test_a_part_that_is_missing(refused, tmp_path, teacher_dir, text_file) -> None:
+    argv = built_part(tmp_path / "c", teacher_dir, text_file, "1/3")
+    built_part(tmp_path / "c", teacher_dir, text_file, "3/3")
+    refused("qat", "--cache-dir", tmp_path / "c", "--output", tmp_path / "out",
+            names=(str(tmp_path / "c"), "part 2/3 is missing", "--part"))  # fmt: skip
+    assert main([str(a) for a in (*argv, "--device", "cpu")]) == 0
+    refused(*argv, "--part", "2/3", names=(str(tmp_path / "c"), "whole cache", "without --part"))
+
+
+def test_parts_of_two_caches(refused, tmp_path, teacher_dir, text_file) -> None:
+    argv = built_part(tmp_path / "c", teacher_dir, text_file, "1/2")
+    built_part(tmp_path / "other", teacher_dir, text_file, "2/2", top_k=5)
+    shutil.copytree(tmp_path / "other", tmp_path / "c", dirs_exist_ok=True)
+    refused("qat", "--cache-dir", tmp_path / "c", "--output", tmp_path / "out",
+            names=("manifest.part-1-of-2.json", "manifest.part-2-of-2.json", "top_k: 8 there, 5 here"))  # fmt: skip
+    refused(*argv, names=("manifest.part-2-of-2.json", "top_k: there 5, asked for 8", "--output"))
+
+
 @pytest.mark.parametrize("size", [0, -32, "x"])
 def test_a_group_size_that_is_no_positive_number(refused, tmp_path, cache_dir, size) -> None:
     refused(

@@ -1,0 +1,48 @@
+"""Cache builds that several ranks run: torchrun -m tests.runtime.cache_ranks NAME TEACHER TEXT OUTPUT."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from qat_lora.cli.main import main
+from qat_lora.kd import writer
+
+ROWS, ROWS_PER_SHARD = 52, 8  # 7 shards, the last one of 4 rows
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def arguments(teacher: Path | str, text: Path | str, output: Path | str, **changes: object) -> list[str]:
+    """The command line of the build, with the flags in `changes` replaced or added."""
+    flags = {
+        "teacher": teacher, "data": text, "output": output, "seq_len": 24, "top_k": 8, "temperatures": "1,2",
+        "max_rows": ROWS, "rows_per_shard": ROWS_PER_SHARD, "batch_size": 4, "device": "cpu",
+    } | changes  # fmt: skip
+    return ["cache", *(str(x) for name, v in flags.items() for x in (f"--{name.replace('_', '-')}", v)), "--quiet"]
+
+
+def killed(teacher: str, text: str, output: str) -> int:
+    """Rank 1 is killed by the system when half of its second shard is in a temporary file."""
+    write, shards = writer.write_atomically, []
+
+    def cut(path: Path, content) -> None:
+        shards.append(path)
+        if RANK == 1 and len(shards) == 2:
+            path.with_name(f".{path.name}.{os.getpid()}.tmp").write_bytes(b"half a shard")
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(path, content)
+
+    writer.write_atomically = cut
+    return main(arguments(teacher, text, output))
+
+
+def disagreeing(teacher: str, text: str, output: str) -> int:
+    """Rank 1 was asked for another number of candidates."""
+    return main(arguments(teacher, text, output, top_k=8 - RANK))
+
+
+if __name__ == "__main__":
+    name, *words = sys.argv[1:]
+    sys.exit(globals()[name](*words))
