@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from qat_lora.cli.main import main
@@ -35,6 +36,18 @@ def killed(teacher: str, text: str, output: str) -> int:
         write(path, content)
 
     writer.write_atomically = cut
+    return main(arguments(teacher, text, output))
+
+
+def slow(teacher: str, text: str, output: str) -> int:
+    """The other ranks are done long before rank 1."""
+    write = writer.CacheWriter.write_shard
+
+    def late(self, index, tensors) -> None:
+        time.sleep(RANK == 1)
+        write(self, index, tensors)
+
+    writer.CacheWriter.write_shard = late
     return main(arguments(teacher, text, output))
 
 
