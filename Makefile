@@ -3,10 +3,11 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+SCALING_ARGS ?=
 # torch_xla has wheels for Linux on x86-64 alone; elsewhere its half of the tests is left out, and said to be.
 HAS_XLA := $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m))
 
-.PHONY: demo test lint test-torch test-xla proof bench venv venv-xla venv-tpu test-tpu notebook teacher clean
+.PHONY: demo test lint test-torch test-xla proof bench scaling venv venv-xla venv-tpu test-tpu notebook teacher clean
 .DEFAULT_GOAL := demo
 
 # DEVICE=xla: torch_xla's device, a TPU where there is one, else the CPU by way of PJRT.
@@ -48,6 +49,9 @@ proof: venv  ## the slow proofs: the demo's bars at 2 and 4 bits
 
 bench: venv
 	.venv/bin/python benchmarks/step_time.py
+
+scaling: venv  ## bytes per step and time with two ranks on this machine, efficiency of TPU slices on paper
+	.venv/bin/python benchmarks/scaling.py $(SCALING_ARGS)
 
 teacher: venv  ## make the embedded teacher anew (about an hour)
 	.venv/bin/python scripts/train_embedded_teacher.py
