@@ -49,7 +49,7 @@ from qat_lora.train.student import trained_parameters
 PRESET = "q4_g32"
 FLOAT32 = 4  # bytes: what is trained, and so its gradient
 PEAK_FLOPS, HBM_BYTES_PER_SECOND, _ = CHIPS["v6e"]  # as in docs/TPU.md
-# Public: "Bidirectional inter-chip interconnect bandwidth (per chip) 800 GBps", 4 ports, 2D torus, 256 chips
+# Public: "Bidirectional inter-chip interconnect (ICI) bandwidth (per chip)" 800 GBps, 4 ports, 2D torus, 256 chips
 # (https://docs.cloud.google.com/tpu/docs/v6e). Assumed: both directions of all ports are in it, in equal parts.
 ICI_LINK_BYTES_PER_SECOND = 800e9 / (4 * 2)
 # Assumed: a ring runs both ways round at once, so a chip sends on two links. Slices below 16 x 16 are grids without the
