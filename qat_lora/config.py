@@ -28,6 +28,7 @@ Anneal = Literal["none", "linear", "cosine"]
 Trainable = Literal["weights", "scales", "luts"]
 Sync = Literal["phase", "step", "optimizer"]
 Checkpointing = Literal["auto", "on", "off"]
+Shard = Literal["none", "fsdp", "spmd"]
 MemDebug = Literal["off", "basic", "tensors", "metrics", "hlo"]
 
 
@@ -188,6 +189,10 @@ class ExecutionConfig:
     )
     gradient_checkpointing: Checkpointing = setting(
         "auto", "recompute each layer in backward instead of keeping its activations; auto: where they would not fit"
+    )
+    shard: Shard = setting(
+        "none",
+        "spread one model over the devices: fsdp over ranks of torchrun, spmd over all TPU chips; none: a copy on each",
     )
     scan_layers: bool = setting(False, "XLA: trace and compile one decoder layer and loop over it")
     max_recompiles: int = setting(

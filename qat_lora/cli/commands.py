@@ -121,7 +121,8 @@ def recover(run: RecoveryRun, *, launch: Launch = "new") -> RunResult:
 
 
 def _runtime(run: QatRun | RecoveryRun) -> Runtime:
-    return runtime_for(run.place, sync=run.execution.sync, folder=run.output, many=True)
+    execution = run.execution
+    return runtime_for(run.place, sync=execution.sync, shard=execution.shard, folder=run.output, many=True)
 
 
 def evaluate(run: EvalRun) -> Fidelity:

@@ -17,7 +17,7 @@ from qat_lora.errors import ConfigError, did_you_mean
 from qat_lora.settings import leaves, load_settings, override, override_text
 
 # What knows how to share its work with other ranks.
-COMMANDS_OF_RANKS = ("qat", "recover")
+COMMANDS_OF_RANKS = ("cache", "qat", "recover")
 
 # Flags of one launch, not of the run: they are no part of its config.
 _LAUNCH_FLAGS = {

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from qat_lora.config import PlaceConfig, Sync
-from qat_lora.errors import DeviceError
+from qat_lora.config import PlaceConfig, Shard, Sync
+from qat_lora.errors import ConfigError, DeviceError
 from qat_lora.runtime.base import Runtime
 from qat_lora.runtime.device import detect_device_type
 from qat_lora.runtime.local import LocalRuntime
@@ -17,11 +17,18 @@ from qat_lora.runtime.local import LocalRuntime
 log = logging.getLogger(__name__)
 
 
-def runtime_for(place: PlaceConfig, *, sync: Sync = "phase", folder: Path | None = None, many: bool = False) -> Runtime:
+def runtime_for(
+    place: PlaceConfig,
+    *,
+    sync: Sync = "phase",
+    shard: Shard = "none",
+    folder: Path | None = None,
+    many: bool = False,
+) -> Runtime:
     """Return the runtime for ``--device``; raises DeviceError, or falls back to the CPU where that is allowed.
 
-    `sync` is where XLA cuts its graph; `folder` is where a TPU may keep its compiled programs, in ``xla_cache``; `many`
-    says that the command knows how to share its work with other ranks.
+    `sync` is where XLA cuts its graph; `shard` whether one model is spread over devices; `folder` is where a TPU may
+    keep its compiled programs, in ``xla_cache``; `many` says that the command knows how to share its work with ranks.
     """
     processes = os.environ.get("WORLD_SIZE", "1")
     if processes != "1" and not many:
@@ -36,6 +43,7 @@ def runtime_for(place: PlaceConfig, *, sync: Sync = "phase", folder: Path | None
         kind = "cpu"
     if processes != "1" and kind == "mps":
         raise DeviceError(f"WORLD_SIZE={processes} needs --device cpu, cuda or tpu, not {kind}; run without torchrun.")
+    _check_shard(shard, kind, processes)
     runtime = _start(kind, place, sync, folder, several=processes != "1")
     log.info("device %s, compute in %s: %s", runtime.device, runtime.precision.compute, runtime.precision.reason)
     return runtime
@@ -56,6 +64,20 @@ def _start(kind: str, place: PlaceConfig, sync: Sync, folder: Path | None, *, se
 
         return DistributedRuntime(kind, dtype=place.dtype, threads=place.threads, barrier_timeout=place.barrier_timeout)
     return LocalRuntime(kind, dtype=place.dtype, threads=place.threads)
+
+
+def _check_shard(shard: Shard, kind: str, processes: str) -> None:
+    """Raise ConfigError where a way to spread a model does not go with the device or with how ranks were started."""
+    if shard == "fsdp" and (kind not in ("cpu", "cuda") or processes == "1"):
+        raise ConfigError(
+            f"shard=fsdp spreads a model over ranks on --device cpu or cuda, but there is {processes} on {kind}; start "
+            "with torchrun, or use --shard spmd on TPU."
+        )
+    if shard == "spmd" and (kind != "tpu" or processes != "1"):
+        raise ConfigError(
+            f"shard=spmd spreads a model over TPU chips in one process, but there is {processes} on {kind}; drop "
+            "--num-chips, or use --shard fsdp under torchrun."
+        )
 
 
 def _why_absent(kind: str) -> str:
