@@ -28,7 +28,7 @@ Anneal = Literal["none", "linear", "cosine"]
 Trainable = Literal["weights", "scales", "luts"]
 Sync = Literal["phase", "step", "optimizer"]
 Checkpointing = Literal["auto", "on", "off"]
-Shard = Literal["none", "fsdp", "spmd"]
+Shard = Literal["none", "fsdp", "spmd", "spmd_data"]
 MemDebug = Literal["off", "basic", "tensors", "metrics", "hlo"]
 
 
@@ -192,7 +192,8 @@ class ExecutionConfig:
     )
     shard: Shard = setting(
         "none",
-        "spread one model over the devices: fsdp over ranks of torchrun, spmd over all TPU chips; none: a copy on each",
+        "spread one model over the devices: fsdp over torchrun's ranks, spmd over all TPU chips in one process; "
+        "spmd_data: one process for all chips, but a model on each; none: a model for each process",
     )
     scan_layers: bool = setting(False, "XLA: trace and compile one decoder layer and loop over it")
     max_recompiles: int = setting(

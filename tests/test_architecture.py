@@ -40,7 +40,7 @@ LEVEL_0 = [
 # Third-party packages with one door.
 ONLY_IN = {
     "transformers": {"models.py"},
-    "torch_xla": {"runtime/xla.py", "runtime/xla_chips.py"},
+    "torch_xla": {"runtime/xla.py", "runtime/xla_chips.py", "runtime/xla_spmd.py"},
     "peft": {"adapters.py"},
     "datasets": {"data/text.py"},
     "rich": {"cli", "evaluate/table.py"},

@@ -31,25 +31,30 @@ def main(argv: list[str] | None = None) -> int:
         args, unknown = _parser().parse_known_args(argv)
         if unknown:
             args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        _start_logging(quiet=args.quiet or args.command == "demo")  # its bars say enough
         if getattr(args, "num_chips", None) is not None:
             return _on_chips(args, list(sys.argv[1:] if argv is None else argv))
-        _start_logging(quiet=args.quiet or args.command == "demo")  # its bars say enough
         return int(_COMMANDS[args.command](args) or 0)
     except QatLoraError as error:
-        rank = f" (rank {os.environ.get('RANK')})" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        print(f"qat-lora: error{rank}: {error}", file=sys.stderr)
+        print(f"qat-lora: error{_of_rank()}: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         if error.errno not in _OUTSIDE:
             raise
         print(
-            f"qat-lora: error: {error.filename or 'writing'}: {error.strerror}; free space or give another --output",
+            f"qat-lora: error{_of_rank()}: {error.filename or 'writing'}: {error.strerror}; free space or give another "
+            "--output",
             file=sys.stderr,
         )
         return 2
     except KeyboardInterrupt:
         print("qat-lora: interrupted; run the command again to go on (qat and recover: with --resume)", file=sys.stderr)
         return 130
+
+
+def _of_rank() -> str:
+    """Who speaks, where there are several."""
+    return f" (rank {os.environ.get('RANK')})" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
 
 def _on_chips(args: argparse.Namespace, argv: list[str]) -> int:

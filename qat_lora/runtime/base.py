@@ -67,6 +67,7 @@ class Runtime(Protocol):
     Attributes:
         device: where tensors live.
         rank: 0-based. world_size: 1 when alone; callers never branch on it.
+        devices: among which this rank's batches are divided: 1, but where one program runs on all of them.
         precision: see `Precision`.
         static_graph: whether whole graphs are compiled ahead, without fused attention and with dear scatters: then
             models use `qat_lora.attention`, `norms` and `mlps`, and losses get their candidates' logits apart.
@@ -75,6 +76,7 @@ class Runtime(Protocol):
     device: torch.device
     rank: int
     world_size: int
+    devices: int
     precision: Precision
     static_graph: bool
 
@@ -176,6 +178,7 @@ class Alone:
     device: torch.device
     rank = 0
     world_size = 1
+    devices = 1
 
     def seed(self, seed: int) -> None:
         """Start the random numbers of host and device anew; torch knows every eager device."""

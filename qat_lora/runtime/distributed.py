@@ -59,7 +59,7 @@ class DistributedRuntime(AmongRanks, LocalRuntime):
                     by_dtype.setdefault(p.grad.dtype, []).append(p.grad)
         for grads in by_dtype.values():
             flat = _flatten_dense_tensors(grads)
-            dist.all_reduce(flat)
+            self._sum(flat)
             flat /= self.world_size
             self.reduced_bytes += flat.numel() * flat.element_size()
             for grad, mean in zip(grads, _unflatten_dense_tensors(flat, grads), strict=True):
@@ -68,8 +68,19 @@ class DistributedRuntime(AmongRanks, LocalRuntime):
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks; the tensor itself stays as it is."""
         total = x.clone()
-        dist.all_reduce(total)
+        self._sum(total)
         return total
+
+    def _sum(self, x: Tensor) -> None:
+        """Replace a tensor by its sum over all ranks; raises DeviceError where another rank is gone."""
+        try:
+            dist.all_reduce(x)
+        except RuntimeError as error:
+            reason = (str(error).splitlines() or [""])[0][:160]
+            raise DeviceError(
+                f"rank {self.rank} lost another rank in a sum over all of them ({reason}); look at their messages "
+                "first; --resume goes on from the last checkpoint."
+            ) from None
 
     def memory(self) -> MemoryUse:
         """Bytes in use; of the host's free memory the share of one of the ranks on it."""

@@ -44,21 +44,14 @@ def runtime_for(
     if processes != "1" and kind == "mps":
         raise DeviceError(f"WORLD_SIZE={processes} needs --device cpu, cuda or tpu, not {kind}; run without torchrun.")
     _check_shard(shard, kind, processes)
-    runtime = _start(kind, place, sync, folder, several=processes != "1")
+    runtime = _start(kind, place, sync, shard, folder, several=processes != "1")
     log.info("device %s, compute in %s: %s", runtime.device, runtime.precision.compute, runtime.precision.reason)
     return runtime
 
 
-def _start(kind: str, place: PlaceConfig, sync: Sync, folder: Path | None, *, several: bool) -> Runtime:
+def _start(kind: str, place: PlaceConfig, sync: Sync, shard: Shard, folder: Path | None, *, several: bool) -> Runtime:
     if kind == "tpu":
-        from qat_lora.runtime.xla import XlaRuntime
-        from qat_lora.runtime.xla_chips import ChipsRuntime
-
-        cache_dir = None if folder is None else folder / "xla_cache"
-        if several:
-            timeout = place.barrier_timeout
-            return ChipsRuntime(dtype=place.dtype, sync=sync, cache_dir=cache_dir, barrier_timeout=timeout)
-        return XlaRuntime(dtype=place.dtype, sync=sync, cache_dir=cache_dir)
+        return _start_xla(place, sync, shard, None if folder is None else folder / "xla_cache", several=several)
     if several:
         from qat_lora.runtime.distributed import DistributedRuntime
 
@@ -66,17 +59,32 @@ def _start(kind: str, place: PlaceConfig, sync: Sync, folder: Path | None, *, se
     return LocalRuntime(kind, dtype=place.dtype, threads=place.threads)
 
 
+def _start_xla(place: PlaceConfig, sync: Sync, shard: Shard, cache_dir: Path | None, *, several: bool) -> Runtime:
+    if several:
+        from qat_lora.runtime.xla_chips import ChipsRuntime
+
+        timeout = place.barrier_timeout
+        return ChipsRuntime(dtype=place.dtype, sync=sync, cache_dir=cache_dir, barrier_timeout=timeout)
+    if shard != "none":
+        from qat_lora.runtime.xla_spmd import SpmdRuntime
+
+        return SpmdRuntime(dtype=place.dtype, sync=sync, cache_dir=cache_dir, spreads_model=shard == "spmd")
+    from qat_lora.runtime.xla import XlaRuntime
+
+    return XlaRuntime(dtype=place.dtype, sync=sync, cache_dir=cache_dir)
+
+
 def _check_shard(shard: Shard, kind: str, processes: str) -> None:
     """Raise ConfigError where a way to spread a model does not go with the device or with how ranks were started."""
     if shard == "fsdp" and (kind not in ("cpu", "cuda") or processes == "1"):
         raise ConfigError(
-            f"shard=fsdp spreads a model over ranks on --device cpu or cuda, but there is {processes} on {kind}; start "
-            "with torchrun, or use --shard spmd on TPU."
+            f"shard=fsdp spreads a model over ranks on --device cpu or cuda, but there are {processes} on {kind}; "
+            "start with torchrun, or use --shard spmd on TPU."
         )
-    if shard == "spmd" and (kind != "tpu" or processes != "1"):
+    if shard.startswith("spmd") and (kind != "tpu" or processes != "1"):
         raise ConfigError(
-            f"shard=spmd spreads a model over TPU chips in one process, but there is {processes} on {kind}; drop "
-            "--num-chips, or use --shard fsdp under torchrun."
+            f"shard={shard} runs one process for all TPU chips, but there are {processes} on {kind}; drop --num-chips, "
+            "or use --shard fsdp under torchrun."
         )
 
 

@@ -57,6 +57,7 @@ class XlaRuntime(Alone):
     """`Runtime` for one XLA device; see `qat_lora.runtime.base.Runtime` for what each method promises."""
 
     static_graph = True
+    _input_sharding: Any = None
 
     def __init__(self, *, dtype: str = "auto", sync: Sync = "phase", cache_dir: Path | None = None) -> None:
         """Take the device that torch_xla offers.
@@ -75,6 +76,7 @@ class XlaRuntime(Alone):
         import torch_xla.runtime as xr
         from torch_xla.backends import get_mat_mul_precision, set_mat_mul_precision
 
+        self._begin()
         # A backward on a thread of autograd's own lets go of its last tensors a little later than it returns; what is
         # still alive when the graph is cut becomes an output of it, so the graphs would depend on timing.
         torch.autograd.set_multithreading_enabled(False)
@@ -102,6 +104,9 @@ class XlaRuntime(Alone):
         self._diary = PhaseDiary(self.compiled, expectation=_EXPECTATION)
         self._later: list[tuple[Callable[..., None], tuple[Tensor, ...]]] = []
         self._phase_of: list[str] = [""] * self.compiled()
+
+    def _begin(self) -> None:
+        """What must be said to torch_xla before its first computation: nothing for one device."""
 
     def mark_step(self, phase: Phase) -> None:
         """Cut the lazy graph where `sync` has a cut and start its execution; wait for a phase's first time."""
@@ -166,8 +171,8 @@ class XlaRuntime(Alone):
     def loop(self, body: Body, carry: list[Tensor], xs: list[Tensor], size: int) -> tuple[list[Tensor], list[Tensor]]:
         """A loop of the device over equal parts, as long as `size` or a little shorter; few rows are one part."""
         rows = xs[0].shape[0]
-        part = next(length for length in range(min(size, rows), 0, -1) if rows % length == 0)
-        if part == rows or part < size // 4:  # a number of rows that does not divide well is traced part by part
+        part = self._part(rows, size)
+        if part == rows:
             return in_turn(body, carry, xs, size)
         dtypes = [x.dtype for x in (*carry, *xs)]
 
@@ -176,9 +181,22 @@ class XlaRuntime(Alone):
             last, outputs = body(given[: len(carry)], given[len(carry) :])
             return as_numbers(last), as_numbers(outputs)
 
-        parts = [x.unflatten(0, (rows // part, part)) for x in as_numbers(xs)]
+        parts = [self._in_parts(x, part) for x in as_numbers(xs)]
         last, outputs = self._device_loop(step, as_numbers(carry), parts)
-        return last, [output.flatten(0, 1) for output in outputs]
+        return last, [self._in_rows(output) for output in outputs]
+
+    def _part(self, rows: int, size: int) -> int:
+        """How many rows a turn of a loop takes; all where their number does not divide well, which is traced apart."""
+        part = next(length for length in range(min(size, rows), 0, -1) if rows % length == 0)
+        return rows if part < size // 4 else part
+
+    def _in_parts(self, x: Tensor, part: int) -> Tensor:
+        """[rows, ...] -> [turns, part, ...]."""
+        return x.unflatten(0, (-1, part))
+
+    def _in_rows(self, x: Tensor) -> Tensor:
+        """The way back."""
+        return x.flatten(0, 1)
 
     def scan(self, layers: nn.ModuleList, hidden_BTH: Tensor, shared: dict[str, Any]) -> Tensor:
         """A loop of the device; each layer's input is kept for backward and the rest computed again."""
@@ -215,7 +233,9 @@ class XlaRuntime(Alone):
 
         failures: list[BaseException] = []
         ahead = {"loader_prefetch_size": _BATCHES_AHEAD, "device_prefetch_size": _BATCHES_AHEAD}
-        parallel = ParallelLoader(_noting(loader, failures), [self.device], **ahead)
+        parallel = ParallelLoader(
+            _noting(loader, failures), [self.device], input_sharding=self._input_sharding, **ahead
+        )
         try:
             yield from parallel.per_device_loader(self.device)
             if failures:  # its reading thread ends in silence

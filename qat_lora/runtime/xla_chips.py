@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import logging
 import multiprocessing
 import os
 import signal
@@ -131,6 +132,7 @@ def _run_rank(rank: int, main: Callable[[list[str]], int], argv: list[str]) -> N
     import torch_xla.runtime as xr
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(xr.world_size())}
+    logging.getLogger().handlers.clear()  # a warning of torch_xla's has set up one before `main` could
     try:
         code = main(argv)
     except BaseException:  # whatever it is, the other ranks wait for this one

@@ -35,7 +35,8 @@ def autoscaled(run: Run, runtime: Runtime) -> Run:
         log.warning("--tpu-autoscale does nothing on %s", runtime.device)
         return run
     loop = dataclasses.replace(run.loop, batch_size=2 * run.loop.batch_size)
-    optim = dataclasses.replace(run.optim, lr=1.2 * run.optim.lr)
+    factor = 1.0 if run.loop.global_batch_size else 1.2  # where the rows of a step stay, so does the rate
+    optim = dataclasses.replace(run.optim, lr=factor * run.optim.lr)
     log.info(
         "--tpu-autoscale: batch_size %d -> %d, lr %g -> %g",
         run.loop.batch_size, loop.batch_size, run.optim.lr, optim.lr,
@@ -45,20 +46,21 @@ def autoscaled(run: Run, runtime: Runtime) -> Run:
 
 
 def with_global_batch(run: Run, runtime: Runtime) -> Run:
-    """Return the run with the accumulation that makes up its global batch on so many ranks, where it names one."""
-    loop, ranks = run.loop, runtime.world_size
+    """Return the run with the accumulation that makes up its global batch on so many devices, where it names one."""
+    loop, devices = run.loop, runtime.world_size * runtime.devices
     if not loop.global_batch_size:
         return run
-    steps, rest = divmod(loop.global_batch_size, loop.batch_size * ranks)
+    steps, rest = divmod(loop.global_batch_size, loop.batch_size * devices)
     if rest or not steps:
         raise ConfigError(
-            f"global_batch_size={loop.global_batch_size} is no multiple of batch_size={loop.batch_size} on {ranks} "
-            f"rank(s); use {max(1, steps) * loop.batch_size * ranks}, or another --batch-size."
+            f"global_batch_size={loop.global_batch_size} is no multiple of batch_size={loop.batch_size} on {devices} "
+            f"device(s); use {max(1, steps) * loop.batch_size * devices}, or another --batch-size."
         )
     if loop.accumulation_steps not in (1, steps):
         raise ConfigError(
             f"global_batch_size={loop.global_batch_size} makes accumulation_steps={steps} of batch_size="
-            f"{loop.batch_size} on {ranks} rank(s), but accumulation_steps={loop.accumulation_steps}; drop one of them."
+            f"{loop.batch_size} on {devices} device(s), but accumulation_steps={loop.accumulation_steps}; drop one of "
+            "them."
         )
     return dataclasses.replace(run, loop=dataclasses.replace(loop, accumulation_steps=steps))
 

@@ -174,7 +174,7 @@ def _open(run: QatRun | RecoveryRun, runtime: Runtime, launch: Launch) -> _Input
     if launch == "resume" and last.exists():
         resumed = load_checkpoint(last, kind=run.command)
         check_identity(resumed, identity, last)
-        check_same_run(resumed, run, cache.manifest, last, runtime.world_size)
+        check_same_run(resumed, run, cache.manifest, last, runtime.world_size * runtime.devices)
     if runtime.rank == 0:  # who alone writes
         check_writable(run.output)
     torch.manual_seed(loop.seed)  # adapters' initial values follow from it
@@ -213,11 +213,13 @@ def _fit(
     hooks = [*_hooks(run, runtime, inputs, stage, losses), speed, *extra_hooks, watch]
     if runtime.rank == 0:
         write_json(run.output / "run.json", _record(run, inputs.loaded))
-    batches = inputs.dataset.batches(run.loop.batch_size, position=state.step * run.loop.accumulation_steps)
-    rows = run.loop.batch_size * run.loop.accumulation_steps * runtime.world_size
+    rows_at_once = run.loop.batch_size * runtime.devices
+    batches = inputs.dataset.batches(rows_at_once, position=state.step * run.loop.accumulation_steps)
+    devices = runtime.world_size * runtime.devices
+    rows = run.loop.batch_size * run.loop.accumulation_steps * devices
     log.info(
-        "effective batch: %d rows x %d micro-batches x %d ranks = %d rows, %s tokens",
-        run.loop.batch_size, run.loop.accumulation_steps, runtime.world_size, rows, f"{rows * manifest.seq_len:,}",
+        "effective batch: %d rows x %d micro-batches x %d devices = %d rows, %s tokens",
+        run.loop.batch_size, run.loop.accumulation_steps, devices, rows, f"{rows * manifest.seq_len:,}",
     )  # fmt: skip
     train(state, batches, objective, loop=run.loop, optim=run.optim, runtime=runtime, hooks=hooks)
     if runtime.rank == 0:
@@ -251,7 +253,7 @@ def _anchor(run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, model:
         model,
         inputs.dataset,
         samples=run.kd.anchor_samples,
-        batch_size=run.loop.batch_size,
+        batch_size=run.loop.batch_size * runtime.devices,
         chunk_tokens=run.kd.chunk_tokens,
         runtime=runtime,
     )
@@ -264,14 +266,14 @@ def _hooks(run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, stage: 
     loop = run.loop
 
     def evaluate() -> float:
-        batches = inputs.held_out.eval_batches(loop.batch_size, rows=loop.eval_rows)
+        batches = inputs.held_out.eval_batches(loop.batch_size * runtime.devices, rows=loop.eval_rows)
         return cached_kl(
             stage.model, batches, inputs.held_out.manifest, runtime=runtime, chunk_tokens=run.kd.chunk_tokens
         )
 
     def content(state: TrainState) -> dict[str, Any]:
         found = student_checkpoint(run, inputs.loaded.identity, inputs.dataset.manifest, stage.student, stage.scheme)
-        found["world_size"] = runtime.world_size
+        found["world_size"] = runtime.world_size * runtime.devices
         found["metrics"] = {"held_out_kl": state.last_kl, "first_kl": state.first_kl, "step": state.step}
         if isinstance(run, RecoveryRun):
             found["adapters"] = {k: v.detach().cpu() for k, v in adapters.adapter_tensors(stage.model).items()}

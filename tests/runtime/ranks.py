@@ -124,6 +124,19 @@ def sums(folder: str) -> dict:
     }  # fmt: skip
 
 
+def lost(folder: str) -> dict:
+    """Rank 1 is gone when the others sum."""
+    runtime = runtime_for(PlaceConfig(device="cpu", barrier_timeout=20), many=True)
+    runtime.barrier("together")
+    if runtime.rank == 1:
+        os._exit(0)
+    try:
+        runtime.all_reduce_sum(torch.ones(1))
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": ""}
+
+
 def late(folder: str) -> dict:
     """Rank 1 does not come to a barrier in time."""
     runtime = runtime_for(PlaceConfig(device="cpu", barrier_timeout=3), many=True)

@@ -109,6 +109,13 @@ def test_a_barrier_that_is_not_reached_names_itself_and_who_is_missing(tmp_path)
     assert error.endswith("look at their messages first; a slow start may need a longer --barrier-timeout.")
 
 
+def test_a_rank_that_is_gone_in_the_middle_of_a_sum_is_told_of(tmp_path) -> None:
+    launched(2, tmp_path, "lost")
+    (error,) = [each["error"] for each in found_in(tmp_path)]
+    assert error.startswith("DeviceError: rank 0 lost another rank in a sum over all of them (")
+    assert error.endswith("look at their messages first; --resume goes on from the last checkpoint.")
+
+
 def test_a_killed_rank_ends_the_job_and_the_run_goes_on_with_as_many_ranks_or_one(
     tmp_path, cache_dir, student, alone
 ) -> None:
@@ -154,7 +161,7 @@ def test_the_script_runs_under_torchrun_and_only_rank_0_speaks(tmp_path, cache_d
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("held-out KL") == 1
-    assert done.stderr.count("effective batch: 2 rows x 2 micro-batches x 2 ranks = 8 rows") == 1
+    assert done.stderr.count("effective batch: 2 rows x 2 micro-batches x 2 devices = 8 rows") == 1
     assert done.stderr.count("qat ") == 1, "one bar"
     rows = (tmp_path / "qat" / "loss.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in rows] == ["step", "0", "2"], "each row once"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from qat_lora.runtime import LocalRuntime
+from qat_lora.errors import ConfigError, QatLoraError
+from qat_lora.runtime import LocalRuntime, xla_chips
 from qat_lora.train.run import run_qat, run_recovery
 from tests.conftest import qat_run
 from tests.runtime import programs, ranks
@@ -62,6 +64,84 @@ def test_a_gradient_that_was_accumulated_is_summed_which_torch_xlas_own_sum_is_f
         assert ours["grad"] == [[4.5] * 3] * 2, "the mean of 3 and 6"
         assert ours["norm"] == pytest.approx((6 * 4.5**2 + 2 * 2.0**2) ** 0.5)
         assert ours["frozen"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "variable", "there", "expected"),
+    [
+        (0, "", 8, {}),
+        (8, "", 8, {}),
+        (2, "", 8, {"TPU_PROCESS_BOUNDS": "1,2,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1"}),
+        (0, "4", 8, {"TPU_PROCESS_BOUNDS": "2,2,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1"}),
+        (
+            1,
+            "",
+            4,
+            {
+                "TPU_PROCESS_BOUNDS": "1,1,1",
+                "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
+                "TPU_VISIBLE_CHIPS": "0",
+            },
+        ),
+        (5, "", 4, "5 TPU chips are asked for, but on this host there is 4; use --num-chips 4"),
+        (0, "5", 4, "5 TPU chips are asked for, but on this host there is 4; use --num-chips 4"),
+        (3, "", 4, "3 of 4 TPU chips are no mesh of their own; use --num-chips 1, 2, 4 or 8"),
+        (2, "4", 8, "--num-chips 2 contradicts TPU_NUM_DEVICES=4; drop one of them"),
+        (0, "many", 8, "TPU_NUM_DEVICES='many' is no number of chips; use 1 or more, or unset it"),
+    ],
+)
+def test_chips_are_limited_by_the_bounds_that_torch_xla_reads(
+    flag, variable, there, expected, monkeypatch, capsys
+) -> None:
+    """No TPU: what is counted is made up, and what would be set is looked at."""
+    from torch_xla._internal import tpu
+
+    environment = {"PJRT_DEVICE": "TPU"} | ({"TPU_NUM_DEVICES": variable} if variable else {})
+    monkeypatch.setattr(xla_chips.os, "environ", environment.copy())
+    monkeypatch.setattr(tpu, "num_available_chips", lambda: there)
+    if isinstance(expected, str):
+        with pytest.raises(QatLoraError, match=re.escape(expected)):
+            xla_chips._limit_chips(flag)
+        return
+    count = xla_chips._limit_chips(flag)
+    assert count == (flag or int(variable or there))
+    assert xla_chips.os.environ == environment | expected
+    said = capsys.readouterr().out
+    assert said.startswith(f"{count} of {there} TPU chips: ") if expected else not said
+    assert all(f"{name}={value}" in said for name, value in expected.items())
+
+
+def test_bounds_of_the_users_own_are_not_overruled(monkeypatch) -> None:
+    from torch_xla._internal import tpu
+
+    monkeypatch.setattr(xla_chips.os, "environ", {"PJRT_DEVICE": "TPU", "TPU_PROCESS_BOUNDS": "2,1,1"})
+    monkeypatch.setattr(tpu, "num_available_chips", lambda: 4)
+    with pytest.raises(ConfigError, match=r"--num-chips 2 contradicts TPU_PROCESS_BOUNDS=2,1,1 in the environment"):
+        xla_chips._limit_chips(2)
+
+
+def test_the_scripts_for_many_chips_run_on_the_one_that_is_there_and_refuse_more(tmp_path, cache_dir) -> None:
+    def script(*more: str) -> subprocess.CompletedProcess[str]:
+        command = [
+            *(sys.executable, "scripts/train_v2_tpu_multi.py", "--from-scratch", "--cache-dir", str(cache_dir)),
+            *("--config", "q4_r32", "--batch-size", "2", "--accumulation-steps", "2", "--max-steps", "1"),
+            *("--output", str(tmp_path / "qat"), "--eval-rows", "4", "--dtype", "fp32", *more),
+        ]
+        environment = os.environ | {"PJRT_DEVICE": "CPU", "PYTHONPATH": str(programs.ROOT)}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=programs.ROOT, timeout=300)
+
+    done = script()
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "effective batch: 2 rows x 2 micro-batches x 1 devices = 4 rows" in done.stderr
+    assert done.stdout.count("held-out KL") == 1
+    for more, words in {
+        ("--num-chips", "2"): "2 TPU chips are asked for, but with PJRT_DEVICE=CPU there is 1; use --num-chips 1",
+        ("--device", "cpu"): "--num-chips=0 with --device cpu: it counts TPU chips",
+        ("--batch-size", "0"): "batch_size",
+    }.items():
+        refused = script(*more)
+        assert refused.returncode == 2 and refused.stderr.count("qat-lora: error: ") == 1, refused.stderr
+        assert words in refused.stderr
 
 
 def started(how: str, folder: Path) -> subprocess.Popen[str]:

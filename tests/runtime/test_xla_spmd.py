@@ -1,0 +1,96 @@
+"""One program for four XLA devices: the model on each of them, or divided among them; the same as on one CPU."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qat_lora import models
+from qat_lora.runtime import LocalRuntime
+from qat_lora.train.checkpoint import load_checkpoint
+from qat_lora.train.run import run_qat, run_recovery
+from qat_lora.train.student import load_student
+from tests.conftest import qat_run
+from tests.runtime import programs, ranks
+
+pytestmark = [
+    pytest.mark.xla,
+    pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed"),
+]
+DEVICES = 4
+run_program = functools.partial(programs.run_program, module="tests.runtime.xla_spmd", CPU_NUM_DEVICES=str(DEVICES))
+
+
+@pytest.fixture(scope="module")
+def student(cache_dir, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("student")
+    return run_qat(qat_run(cache_dir, folder, loop={"max_steps": 3}), LocalRuntime("cpu")).best
+
+
+@pytest.fixture(scope="module")
+def alone(cache_dir, tmp_path_factory, student) -> dict[str, dict[str, Any]]:
+    """What one CPU makes of the whole batch."""
+    runtime = LocalRuntime("cpu")
+    found = {}
+    for stage, function in (("qat", run_qat), ("recover", run_recovery)):
+        run = ranks.settings(stage, cache_dir, tmp_path_factory.mktemp(stage), student, 1)
+        found[stage] = ranks.outcome(function(run, runtime), runtime)
+    return found
+
+
+@pytest.fixture(scope="module")
+def divided(cache_dir, tmp_path_factory, student) -> tuple[dict[str, Any], Path]:
+    folder = tmp_path_factory.mktemp("divided")
+    return run_program("train", folder, "recover", cache_dir, student, "spmd", "kept"), folder / "run"
+
+
+def is_same(found: dict[str, Any], alone: dict[str, Any]) -> None:
+    for part in ("losses", "grad_norms", "kl"):  # 7e-7 of a KL seen
+        assert found[part] == pytest.approx(alone[part], rel=1e-5), part
+    for name, values in alone["trained"].items():  # 1e-5 of an adapter's largest entry seen
+        assert found["trained"][name] == pytest.approx(values, abs=1e-3 * max(map(abs, values))), name
+
+
+@pytest.mark.parametrize(
+    ("stage", "shard", "layers"),
+    [
+        ("recover", "spmd_data", "kept"),
+        ("recover", "spmd", "kept"),
+        ("recover", "spmd", "recomputed"),
+        ("recover", "spmd", "scanned"),
+        ("qat", "spmd", "kept"),
+    ],
+)
+def test_four_devices_compute_what_one_cpu_computes_and_compile_once(
+    stage, shard, layers, tmp_path, cache_dir, student, alone, divided
+) -> None:
+    """20 steps with accumulation 2, clipping, anchor rows, averages, evaluations, checkpoints; --max-recompiles 0."""
+    if (stage, shard, layers) == ("recover", "spmd", "kept"):
+        found = divided[0]
+    else:
+        found = run_program("train", tmp_path, stage, cache_dir, student, shard, layers)
+    is_same(found, alone[stage])
+    assert found["devices"] == DEVICES
+    how = "{devices=[4,1]0,1,2,3}" if shard == "spmd" else "{replicated}"
+    assert found["specs"] == {kind: [how] for kind in ("trained", "moments", "ema")}
+    assert found["summary"]["compilations_after_first_step"] == 0
+    assert len({graph for _, graph in found["graphs"]}) == len(found["graphs"]), "no program is compiled twice"
+
+
+def test_a_run_that_was_cut_off_ends_as_the_whole_one(tmp_path, cache_dir, student, divided) -> None:
+    found = run_program("resumed", tmp_path, "recover", cache_dir, student, "spmd", "kept")
+    assert found["trained"] == divided[0]["trained"]
+    assert found["specs"] == divided[0]["specs"], "what was read back is divided again"
+
+
+def test_its_checkpoints_are_like_any_others(teacher_dir, divided) -> None:
+    found, folder = divided
+    saved = load_checkpoint(folder / "last.pt")["trained"]
+    assert {name: x.flatten().tolist() for name, x in saved.items()} == found["trained"]
+    adapted, _ = load_student(models.load(str(teacher_dir)), folder / "last.pt")
+    loaded = {name: p.flatten().tolist() for name, p in adapted.named_parameters() if ".lora_" in name}
+    assert loaded == found["trained"]

@@ -1,0 +1,85 @@
+"""Runs over several XLA devices as one program: python -m tests.runtime.xla_spmd NAME ARGUMENTS... prints JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from qat_lora.config import ExecutionConfig, PlaceConfig, QatRun
+from qat_lora.runtime import Runtime, runtime_for
+from qat_lora.train.run import run_qat, run_recovery
+from tests.runtime import ranks
+
+CHUNK_TOKENS = 16  # of each device, so that the head's loop has three turns
+LAYERS: dict[str, dict[str, Any]] = {
+    "kept": {"gradient_checkpointing": "off"},
+    "recomputed": {"gradient_checkpointing": "on"},
+    "scanned": {"scan_layers": True},
+}
+
+
+class Stopped(Exception):
+    """The run is cut off."""
+
+
+class StopAt10:
+    """Cuts a run off after the checkpoint of step 10."""
+
+    every = 10
+
+    def start(self, state): ...
+
+    def after_step(self, state, info):
+        raise Stopped
+
+    def end(self, state): ...
+
+
+def train(folder: str, stage: str, cache: str, student: str, shard: str, layers: str) -> dict[str, Any]:
+    """The run of `tests.runtime.ranks.train` on all XLA devices, the head in a loop, with --max-recompiles 0."""
+    runtime = runtime_for(PlaceConfig(device="tpu", dtype="fp32"), shard=shard)
+    whole = started(runtime, folder, stage, cache, student, shard, layers)()
+    return found_of(whole, runtime) | {
+        "graphs": [[graph.phase, graph.hash] for graph in runtime.compilations()],
+        "summary": json.loads((Path(folder) / "run" / "summary.json").read_text()),
+    }
+
+
+def resumed(folder: str, stage: str, cache: str, student: str, shard: str, layers: str) -> dict[str, Any]:
+    """That run, cut off after ten steps and gone on with."""
+    runtime = runtime_for(PlaceConfig(device="tpu", dtype="fp32"), shard=shard)
+    run = started(runtime, folder, stage, cache, student, shard, layers)
+    with contextlib.suppress(Stopped):
+        run(hooks=[StopAt10()])
+    return found_of(run(launch="resume"), runtime)
+
+
+def started(runtime: Runtime, folder: str, stage: str, cache: str, student: str, shard: str, layers: str) -> Any:
+    run = ranks.settings(stage, Path(cache), Path(folder) / "run", Path(student), runtime.devices)
+    execution = ExecutionConfig(max_recompiles=0, shard=shard, **LAYERS[layers])
+    run = dataclasses.replace(run, execution=execution, kd=dataclasses.replace(run.kd, chunk_tokens=CHUNK_TOKENS))
+    return functools.partial(run_qat if isinstance(run, QatRun) else run_recovery, run, runtime)
+
+
+def found_of(result: Any, runtime: Runtime) -> dict[str, Any]:
+    import torch_xla
+
+    runtime.synchronize()
+    state = result.state
+    moments = [s["exp_avg"] for s in state.optimizer.state.values()]
+    kept = {"trained": state.trained.values(), "moments": moments, "ema": state.ema.values()}
+    specs = {
+        kind: sorted({torch_xla._XLAC._get_xla_sharding_spec(x) for x in tensors}) for kind, tensors in kept.items()
+    }
+    return ranks.outcome(result, runtime) | {"devices": runtime.devices, "specs": specs}
+
+
+if __name__ == "__main__":
+    print(json.dumps(globals()[sys.argv[1]](*sys.argv[2:])), flush=True)
+    os._exit(0)
