@@ -69,6 +69,7 @@ def test_autoscale_leaves_the_rate_where_the_rows_of_a_step_stay(run) -> None:
     assert (found.loop.batch_size, found.loop.global_batch_size, found.optim.lr) == (6, 12, run.optim.lr)
 
 
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.command)
 def test_autoscale_is_done_once_so_that_a_saved_run_is_what_was_run(run, caplog) -> None:
     once = autoscaled(run, Static("cpu"))
     assert autoscaled(once, Static("cpu")) == once
