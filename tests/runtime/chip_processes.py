@@ -21,6 +21,8 @@ def rank_program(argv: list[str]) -> int:
     (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
     if how == "done":
         return 0
+    while not (Path(folder) / "pid-0").exists():  # a rank that fails ends the job, the slower ones with it
+        time.sleep(0.1)
     if rank == 1 and how == "raises":
         raise ValueError("only rank 1 knows what is wrong")
     if rank == 1 and how == "refuses":
