@@ -92,6 +92,18 @@ class Runtime(Protocol):
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks, without reading it on the host."""
 
+    def joint_norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The 2-norm of all tensors together, 0-d on the device, over all parts where ranks hold parts of them."""
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The tensor on the host, detached, put together where ranks hold parts of it.
+
+        Every rank calls, for the same tensors in the same order, and gets the same.
+        """
+
+    def part_of(self, whole: Tensor, like: Tensor) -> Tensor:
+        """Of a whole tensor, the same on every rank, what this rank holds of `like`: in its form and on its device."""
+
     def barrier(self, tag: str) -> None:
         """Wait until every rank has come to the barrier of that name."""
 
@@ -190,6 +202,18 @@ class Alone:
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         """Return the tensor: one rank."""
         return x
+
+    def joint_norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The 2-norm of all tensors together."""
+        return torch.nn.utils.get_total_norm(tensors)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The tensor on the host: it is whole here."""
+        return x.detach().cpu()
+
+    def part_of(self, whole: Tensor, like: Tensor) -> Tensor:
+        """All of it, on the device."""
+        return whole.to(like.device)
 
     def barrier(self, tag: str) -> None:
         """Nothing: nobody to wait for."""

@@ -45,8 +45,9 @@ def student_checkpoint(
     manifest: CacheManifest,
     tensors: dict[str, Tensor],
     scheme: QuantScheme,
+    runtime: Runtime,
 ) -> dict[str, Any]:
-    """The part that later stages read: what was run, on which model, and the student's own tensors (on the CPU)."""
+    """The part that later stages read: what was run, on which model, and the student's own tensors, whole."""
     return {
         "format": FORMAT,
         "kind": run.command,
@@ -56,26 +57,30 @@ def student_checkpoint(
         "versions": versions(),
         "git_commit": git_commit(),
         "scheme": to_json(scheme),
-        "tensors": {name: x.detach().cpu() for name, x in tensors.items()},
+        "tensors": {name: runtime.whole(x) for name, x in tensors.items()},
     }
 
 
-def resume_state(state: TrainState) -> dict[str, Any]:
-    """The part that a resumed run reads: optimizer, progress and moving average.
+def resume_state(state: TrainState, runtime: Runtime) -> dict[str, Any]:
+    """The part that a resumed run reads: optimizer, progress and moving average, all tensors whole.
 
     Random numbers need none: they follow from the seed and the number of the micro-batch.
     """
     names = ("step", "best_kl", "best_step", "first_kl", "last_kl", "evaluated_step")
     progress = {name: getattr(state, name) for name in names}
+    optimizer = state.optimizer.state_dict()
+    optimizer["state"] = {
+        index: {name: runtime.whole(x) for name, x in of_one.items()} for index, of_one in optimizer["state"].items()
+    }
     return {
-        "optimizer": state.optimizer.state_dict(),
+        "optimizer": optimizer,
         "progress": progress,
-        "trained": {name: p.detach().cpu() for name, p in state.trained.items()},
-        "ema": {name: x.cpu() for name, x in state.ema.items()},
+        "trained": {name: runtime.whole(p) for name, p in state.trained.items()},
+        "ema": {name: runtime.whole(x) for name, x in state.ema.items()},
     }
 
 
-def restore(state: TrainState, content: dict[str, Any], path: Path) -> None:
+def restore(state: TrainState, content: dict[str, Any], path: Path, runtime: Runtime) -> None:
     """Put a run back to where `resume_state` found it; raises CheckpointError where the two do not fit."""
     saved, ours = content["trained"], state.trained
     if saved.keys() != ours.keys():
@@ -85,11 +90,16 @@ def restore(state: TrainState, content: dict[str, Any], path: Path) -> None:
         )
     with torch.no_grad():
         for name, p in ours.items():
-            p.copy_(saved[name])
+            p.copy_(runtime.part_of(saved[name], p))
         for name, x in state.ema.items():
-            x.copy_(content["ema"][name])
-    groups = state.optimizer.state_dict()["param_groups"]  # ours: how AdamW runs is a matter of this device
-    state.optimizer.load_state_dict({"state": content["optimizer"]["state"], "param_groups": groups})
+            x.copy_(runtime.part_of(content["ema"][name], x))
+    own = state.optimizer.state_dict()
+    moments = {
+        index: {name: runtime.part_of(x, own["state"][index][name]) for name, x in of_one.items()}
+        for index, of_one in content["optimizer"]["state"].items()
+    }
+    # the groups are ours: how AdamW runs is a matter of this device
+    state.optimizer.load_state_dict({"state": moments, "param_groups": own["param_groups"]})
     for name, value in content["progress"].items():
         setattr(state, name, value)
 

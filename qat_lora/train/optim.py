@@ -68,10 +68,13 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float, runtime: Runtime) -> Non
             group["lr"] = lr * group["lr_ratio"]
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], clip_norm: float) -> Tensor:
+def clip_gradients(parameters: Iterable[nn.Parameter], clip_norm: float, runtime: Runtime) -> Tensor:
     """Scale all gradients so that their joint 2-norm is at most `clip_norm` (0: leave them); return the norm before."""
     bound = clip_norm if clip_norm > 0 else math.inf
-    return torch.nn.utils.clip_grad_norm_(parameters, bound)
+    trained = list(parameters)
+    norm = runtime.joint_norm([p.grad for p in trained if p.grad is not None])
+    torch.nn.utils.clip_grads_with_norm_(trained, bound, norm)
+    return norm
 
 
 @torch.no_grad()

@@ -108,8 +108,10 @@ def run_qat(run: QatRun, runtime: Runtime, *, launch: Launch = "new", hooks: Seq
             )
         restored(model, start, path)
     trained = trained_parameters(model, run.train)
+    _check_ranks_agree(run, runtime, model, inputs)
     placed(model, runtime)
-    stage = _Stage(model, run.scheme, *trained, student_tensors(model))
+    weights, scales = ({name: model.get_parameter(name) for name in part} for part in trained)  # as they are now held
+    stage = _Stage(model, run.scheme, weights, scales, student_tensors(model))
     return _fit(run, runtime, inputs, stage, hooks)
 
 
@@ -134,6 +136,7 @@ def run_recovery(
         freeze_codes(model)
         targets = models.target_linears(model)
         model = adapters.attach(model, targets, run.adapter, base_name=inputs.loaded.identity.name)
+    _check_ranks_agree(run, runtime, model, inputs)
     placed(model, runtime)
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     scheme = from_json(QuantScheme, start["scheme"])
@@ -192,13 +195,8 @@ def _fit(
     if run.optim.ema_decay:
         state.ema = averages_of(state.trained)
     if inputs.resumed is not None:
-        restore(state, inputs.resumed, run.output / "last.pt")
+        restore(state, inputs.resumed, run.output / "last.pt", runtime)
         log.info("resuming %s at step %d", run.output, state.step)
-    if not runtime.agree(lambda: _digest(run, state, runtime)):
-        raise CheckpointError(
-            f"the ranks do not start from the same: their settings, weights or steps differ at {run.output}; give all "
-            "the same command, and folders that all of them see."
-        )
     if inputs.resumed is None:  # after all that may refuse the run
         remove_run(run.output, runtime)
     anchor = _anchor(run, runtime, inputs, stage.model)
@@ -229,15 +227,28 @@ def _fit(
     return RunResult(best, losses, state)
 
 
-def _digest(run: QatRun | RecoveryRun, state: TrainState, runtime: Runtime) -> bytes:
-    """Of all that ranks must have in common before the first step."""
-    runtime.mark_step("set-up")  # else each read below runs a graph of its own
+def _check_ranks_agree(run: QatRun | RecoveryRun, runtime: Runtime, model: nn.Module, inputs: _Inputs) -> None:
+    """Raise CheckpointError where ranks would begin from different things.
+
+    Before the model is placed: parts put together are the same on all ranks, whatever each of them was cut from.
+    """
+    if not runtime.agree(lambda: _digest(run, model, inputs.resumed)):
+        raise CheckpointError(
+            f"the ranks do not start from the same: their settings, weights or steps differ at {run.output}; give all "
+            "the same command, and folders that all of them see."
+        )
+
+
+def _digest(run: QatRun | RecoveryRun, model: nn.Module, resumed: dict[str, Any] | None) -> bytes:
+    """Of all that ranks must have in common before the first step; the model is on the host."""
     places = ("place", "output", "cache_dir", "checkpoint", "model")  # which may be named otherwise on another machine
     settings = {name: value for name, value in to_json(run).items() if name not in places}
-    digest = hashlib.sha256(json.dumps([settings, state.step], sort_keys=True).encode())
-    for tensors in (state.trained, state.ema):
+    step = resumed["progress"]["step"] if resumed else 0
+    digest = hashlib.sha256(json.dumps([settings, step], sort_keys=True).encode())
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    for tensors in (resumed["trained"], resumed["ema"]) if resumed else (trained,):
         for x in tensors.values():
-            digest.update(x.detach().cpu().numpy().tobytes())
+            digest.update(x.numpy().tobytes())
     return digest.digest()
 
 
@@ -272,18 +283,20 @@ def _hooks(run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, stage: 
         )
 
     def content(state: TrainState) -> dict[str, Any]:
-        found = student_checkpoint(run, inputs.loaded.identity, inputs.dataset.manifest, stage.student, stage.scheme)
+        found = student_checkpoint(
+            run, inputs.loaded.identity, inputs.dataset.manifest, stage.student, stage.scheme, runtime
+        )
         found["world_size"] = runtime.world_size * runtime.devices
         found["metrics"] = {"held_out_kl": state.last_kl, "first_kl": state.first_kl, "step": state.step}
         if isinstance(run, RecoveryRun):
-            found["adapters"] = {k: v.detach().cpu() for k, v in adapters.adapter_tensors(stage.model).items()}
+            found["adapters"] = {k: runtime.whole(v) for k, v in adapters.adapter_tensors(stage.model).items()}
         return found
 
     def save_best(state: TrainState) -> None:
         runtime.save(content(state), run.output / "best.pt")
 
     def save(state: TrainState) -> None:
-        save_numbered(content(state) | resume_state(state), run.output, state.step, loop.keep_last, runtime)
+        save_numbered(content(state) | resume_state(state, runtime), run.output, state.step, loop.keep_last, runtime)
 
     memory_path = run.output / "memory.jsonl"
     return [

@@ -27,7 +27,7 @@ def train_step(
     first_position = state.step * len(micro_batches)
     loss = accumulate_gradients(state, micro_batches, objective, runtime, first_position=first_position)
     runtime.reduce_gradients(state.optimizer)
-    grad_norm = clip_gradients(state.trained.values(), optim.clip_norm)
+    grad_norm = clip_gradients(state.trained.values(), optim.clip_norm, runtime)
     lr = lr_at(state.step, objective.total_steps, optim)
     set_lr(state.optimizer, lr, runtime)
     state.optimizer.step()
