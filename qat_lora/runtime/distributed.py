@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,17 +53,18 @@ class DistributedRuntime(AmongRanks, LocalRuntime):
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace every gradient by its mean over the ranks: one sum over one buffer per dtype, equal bits on all."""
+        self._average([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
+
+    def _average(self, grads: Iterable[Tensor]) -> None:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    by_dtype.setdefault(p.grad.dtype, []).append(p.grad)
-        for grads in by_dtype.values():
-            flat = _flatten_dense_tensors(grads)
+        for grad in grads:
+            by_dtype.setdefault(grad.dtype, []).append(grad)
+        for same in by_dtype.values():
+            flat = _flatten_dense_tensors(same)
             self._sum(flat)
             flat /= self.world_size
             self.reduced_bytes += flat.numel() * flat.element_size()
-            for grad, mean in zip(grads, _unflatten_dense_tensors(flat, grads), strict=True):
+            for grad, mean in zip(same, _unflatten_dense_tensors(flat, same), strict=True):
                 grad.copy_(mean)
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:

@@ -52,6 +52,10 @@ def runtime_for(
 def _start(kind: str, place: PlaceConfig, sync: Sync, shard: Shard, folder: Path | None, *, several: bool) -> Runtime:
     if kind == "tpu":
         return _start_xla(place, sync, shard, None if folder is None else folder / "xla_cache", several=several)
+    if several and shard == "fsdp":
+        from qat_lora.runtime.fsdp import FsdpRuntime
+
+        return FsdpRuntime(kind, dtype=place.dtype, threads=place.threads, barrier_timeout=place.barrier_timeout)
     if several:
         from qat_lora.runtime.distributed import DistributedRuntime
 

@@ -104,6 +104,14 @@ def test_cache_of_another_tokenizer(refused, tmp_path, cache_dir, teacher_dir) -
     )
 
 
+@pytest.mark.parametrize("command", ["qat", "recover"])
+def test_one_model_over_ranks_that_were_not_started(refused, tmp_path, cache_dir, student, command) -> None:
+    refused(
+        command, "--checkpoint", student, "--cache-dir", cache_dir, "--output", tmp_path / "out", "--shard", "fsdp",
+        names=("shard=fsdp", "there is 1 on cpu", "start with torchrun"),
+    )  # fmt: skip
+
+
 def test_no_cache(refused, tmp_path) -> None:
     refused("qat", "--cache-dir", tmp_path / "none", "--output", tmp_path / "out", names=("manifest.json", "none"))
 
