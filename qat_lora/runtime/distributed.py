@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import gc
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -124,4 +125,5 @@ def _own_gpu() -> torch.device:
 def leave() -> None:
     """Let go of the group; gloo's threads abort a process that ends while they run."""
     if dist.is_initialized():
+        gc.collect()  # a sharded model holds the group, and lies in cycles
         dist.destroy_process_group()

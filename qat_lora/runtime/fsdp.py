@@ -37,15 +37,17 @@ class FsdpRuntime(DistributedRuntime):
         Its parameters are other objects afterwards, of the same names and, seen from outside, shapes. Raises ModelError
         where the model has no list of layers.
         """
-        super().place(model)
         trunk, layers = _trunk_and_layers(model)
         mesh = init_device_mesh(self.device.type, (self.world_size,))
-        for layer in layers:
+        for layer in layers:  # each goes to the device, is cut, and makes room for the next
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         # The trunk makes one pipeline of them: a layer's parameters travel while the one before it computes. Of its own
         # it shards what is trained alone: the head reads the embeddings outside of any forward.
         frozen = {p for p in trunk.parameters() if not p.requires_grad and not isinstance(p, DTensor)}
         fully_shard(trunk, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)
+        for x in (*model.parameters(), *model.buffers()):
+            if not isinstance(x, DTensor):
+                x.data = x.data.to(self.device)
         parts = [p for p in model.parameters() if isinstance(p, DTensor)]
         for p in parts:
             if p.requires_grad:

@@ -97,7 +97,7 @@ def pieces(folder: str) -> dict:
     reduced = runtime.reduced_bytes
     runtime.reduce_gradients(optimizer)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return {
+    found = {
         "norm": runtime.joint_norm([*(p.grad for p in trained.values()), outside.grad]).item(),
         "grads": {name: runtime.whole(p.grad).tolist() for name, p in trained.items()} | {"": outside.grad.tolist()},
         "round trip": all(
@@ -110,6 +110,8 @@ def pieces(folder: str) -> dict:
         "held": {name: _held(p) // 4 for name, p in trained.items()},
         "reduced_bytes": [reduced, runtime.reduced_bytes],
     }
+    runtime.barrier("end")  # as a run does: nobody leaves while others put together
+    return found
 
 
 def _runtime() -> Runtime:
