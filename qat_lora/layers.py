@@ -1,4 +1,4 @@
-"""A decoder's list of layers that is run as one: whether its layers are alike, and the list itself.
+"""A decoder's list of layers: which it is; one that is run as one: whether its layers are alike, and the list itself.
 
 Knows nothing of transformers but that a trunk loops over a list of layers, sliced or not, and calls each with the
 hidden states and keywords.
@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+
+from qat_lora.errors import ModelError
 
 Scan: TypeAlias = Callable[[nn.ModuleList, Tensor, dict[str, Any]], Tensor]
 """Runs layers one after another on hidden states, each with the same keywords."""
@@ -38,6 +40,19 @@ def why_unlike(layers: Sequence[nn.Module], config: Any) -> str:
     return ""
 
 
+def trunk_and_layers(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
+    """The largest list of modules in a model, its decoder's layers, and the module that holds it and runs it.
+
+    Raises ModelError where there is none.
+    """
+    lists = [
+        (parent, child) for parent in model.modules() for child in parent.children() if type(child) is nn.ModuleList
+    ]
+    if not lists:
+        raise ModelError(f"{type(model).__name__} has no list of layers to divide; drop --shard.")
+    return max(lists, key=lambda pair: _bytes_of(pair[1]))
+
+
 class ScannedLayers(nn.ModuleList):
     """The same modules under the same names; a loop over all of them meets one callable that runs them all."""
 
@@ -63,6 +78,10 @@ class ScannedLayers(nn.ModuleList):
         for layer in self._modules.values():  # generation writes a cache per layer
             hidden_BTH = layer(hidden_BTH, **shared)
         return hidden_BTH
+
+
+def _bytes_of(module: nn.Module) -> int:
+    return sum(x.numel() * x.element_size() for x in (*module.parameters(), *module.buffers()))
 
 
 def _signature(layer: nn.Module) -> dict[str, Any]:

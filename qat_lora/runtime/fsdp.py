@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from qat_lora.errors import ModelError
+from qat_lora.layers import trunk_and_layers
 from qat_lora.runtime.distributed import DistributedRuntime
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class FsdpRuntime(DistributedRuntime):
         Its parameters are other objects afterwards, of the same names and, seen from outside, shapes. Raises ModelError
         where the model has no list of layers.
         """
-        trunk, layers = _trunk_and_layers(model)
+        trunk, layers = trunk_and_layers(model)
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         for layer in layers:  # each goes to the device, is cut, and makes room for the next
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
@@ -85,20 +85,6 @@ class FsdpRuntime(DistributedRuntime):
             return super().part_of(whole, like)
         whole = whole.to(like.device)
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def _trunk_and_layers(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
-    """The largest list of modules in a model, and the module that holds it and runs it."""
-    lists = [
-        (parent, child) for parent in model.modules() for child in parent.children() if type(child) is nn.ModuleList
-    ]
-    if not lists:
-        raise ModelError(f"{type(model).__name__} has no list of layers to shard; drop --shard fsdp.")
-    return max(lists, key=lambda pair: _bytes_of(pair[1]))
-
-
-def _bytes_of(module: nn.Module) -> int:
-    return sum(x.numel() * x.element_size() for x in (*module.parameters(), *module.buffers()))
 
 
 def _local(x: Tensor) -> Tensor:

@@ -82,13 +82,13 @@ def _check_shard(shard: Shard, kind: str, processes: str) -> None:
     """Raise ConfigError where a way to spread a model does not go with the device or with how ranks were started."""
     if shard == "fsdp" and (kind not in ("cpu", "cuda") or processes == "1"):
         raise ConfigError(
-            f"shard=fsdp spreads a model over ranks on --device cpu or cuda, but there are {processes} on {kind}; "
+            f"shard=fsdp spreads a model over ranks on --device cpu or cuda, but WORLD_SIZE={processes} on {kind}; "
             "start with torchrun, or use --shard spmd on TPU."
         )
     if shard.startswith("spmd") and (kind != "tpu" or processes != "1"):
         raise ConfigError(
-            f"shard={shard} runs one process for all TPU chips, but there are {processes} on {kind}; drop --num-chips, "
-            "or use --shard fsdp under torchrun."
+            f"shard={shard} runs one process for all TPU chips, but WORLD_SIZE={processes} on {kind}; use "
+            "--device tpu without --num-chips, or --shard fsdp under torchrun."
         )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.config import Sync
+from qat_lora.layers import trunk_and_layers
 from qat_lora.runtime.xla import XlaRuntime
 
 _AXIS = "chip"  # the one axis of the mesh
@@ -60,7 +61,7 @@ class SpmdRuntime(XlaRuntime):
         super().place(model)
         for tensor in (*model.parameters(), *model.buffers()):
             self._spread(tensor)
-        for layer in _layers(model):
+        for layer in trunk_and_layers(model)[1]:
             layer.register_forward_hook(lambda _module, _inputs, output: self._output_by_rows(output))
         self.mark_step("set-up")
         return model
@@ -123,9 +124,3 @@ class _ByRows:
     def xla_spec(self, x: Tensor) -> Any:
         """How a tensor of a batch is divided."""
         return self._spmd.ShardingSpec(self._mesh, (_AXIS, *[None] * (x.dim() - 1))).xla_spec(x)
-
-
-def _layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder's layers: the longest list of modules."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len)

@@ -194,11 +194,11 @@ def _fit(
     state = TrainState(stage.model, stage.weights | stage.scales, optimizer, seed=run.loop.seed)
     if run.optim.ema_decay:
         state.ema = averages_of(state.trained)
-    if inputs.resumed is not None:
+    if inputs.resumed is None:
+        remove_run(run.output, runtime)  # after all that may refuse the run
+    else:
         restore(state, inputs.resumed, run.output / "last.pt", runtime)
         log.info("resuming %s at step %d", run.output, state.step)
-    if inputs.resumed is None:  # after all that may refuse the run
-        remove_run(run.output, runtime)
     anchor = _anchor(run, runtime, inputs, stage.model)
     losses, speed = LossLog(run.output / "loss.csv", writes=runtime.rank == 0), SpeedHook(runtime)
     best = run.output / "best.pt"

@@ -108,7 +108,23 @@ def test_cache_of_another_tokenizer(refused, tmp_path, cache_dir, teacher_dir) -
 def test_one_model_over_ranks_that_were_not_started(refused, tmp_path, cache_dir, student, command) -> None:
     refused(
         command, "--checkpoint", student, "--cache-dir", cache_dir, "--output", tmp_path / "out", "--shard", "fsdp",
-        names=("shard=fsdp", "there is 1 on cpu", "start with torchrun"),
+        names=("shard=fsdp", "WORLD_SIZE=1 on cpu", "start with torchrun"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("shard", ["spmd", "spmd_data"])
+def test_one_program_for_chips_that_are_not_there(refused, tmp_path, cache_dir, shard) -> None:
+    refused(
+        "qat", "--cache-dir", cache_dir, "--output", tmp_path / "out", "--shard", shard,
+        names=(f"shard={shard}", "WORLD_SIZE=1 on cpu", "--device tpu without --num-chips"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["cache", "qat", "recover"])
+def test_chips_on_a_device_that_has_none(refused, tmp_path, command) -> None:
+    refused(
+        command, "--output", tmp_path / "out", "--num-chips", "2",
+        names=("--num-chips=2 with --device cpu", "on GPUs and CPUs use torchrun"),
     )  # fmt: skip
 
 

@@ -71,6 +71,10 @@ class ThreadRank(ChipsRuntime):
         for fn, tensors in due:
             fn(*(t.item() for t in tensors))
 
+    def place(self, model: nn.Module) -> nn.Module:
+        with LOCK:
+            return super().place(model)
+
     def first(self, tag: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()  # set-up is under the lock
 
@@ -95,17 +99,13 @@ def on_every_device(rank_program: Callable[[], Any]) -> list[Any]:
 
 def train(folder: str, stage: str, cache: str, student: str, sync: str = "phase") -> list[Any]:
     """The run of `tests.runtime.ranks.train`, on all XLA devices, with --max-recompiles 0."""
-    digest, fit = whole_runs._digest, whole_runs._fit
+    check = whole_runs._check_ranks_agree
 
-    def locked_digest(*args: Any) -> bytes:
-        with LOCK:
-            return digest(*args)
-
-    def unlocked_fit(*args: Any) -> Any:
+    def unlocked_check(*args: Any) -> None:
         LOCK.release()
-        return fit(*args)
+        check(*args)
 
-    whole_runs._digest, whole_runs._fit = locked_digest, unlocked_fit
+    whole_runs._check_ranks_agree = unlocked_check
 
     def rank_program() -> dict[str, Any]:
         runtime = ThreadRank(dtype="fp32", sync=sync)
