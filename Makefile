@@ -49,11 +49,14 @@ proof: venv  ## the slow proofs: the demo's bars at 2 and 4 bits
 	.venv/bin/python -m pytest -m slow -s $(PYTEST_ARGS)
 
 # What fails once in ten times does not show in one run of the suite: threads of several ranks end in any order.
-repeat: venv  ## the tests that ranks hold equal bits, REPEAT times, up to the first failure
+repeat: venv $(if $(HAS_XLA),venv-xla)  ## the tests that ranks hold equal bits, REPEAT times, up to the first failure
 	@for i in $$(seq $(REPEAT)); do \
 		start=$$(date +%s); \
 		.venv/bin/python -m pytest -q tests/runtime/test_distributed.py -k equal_bits $(PYTEST_ARGS) \
 			|| { echo "failed in repetition $$i of $(REPEAT)"; exit 1; }; \
+		test -z "$(HAS_XLA)" || PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -q tests/runtime/test_xla_ranks.py \
+			-k equal_bits $(PYTEST_ARGS) \
+			|| { echo "failed in repetition $$i of $(REPEAT), on XLA devices"; exit 1; }; \
 		echo "repetition $$i of $(REPEAT) passed in $$(( $$(date +%s) - start )) s"; \
 	done
 

@@ -65,6 +65,11 @@ def _on_chips(args: argparse.Namespace, argv: list[str]) -> int:
             f"--num-chips={args.num_chips} with --device {run.place.device}: it counts TPU chips, 0 being all; on GPUs "
             "and CPUs use torchrun."
         )
+    if (shard := getattr(getattr(run, "execution", None), "shard", "none")) != "none":
+        raise ConfigError(
+            f"--num-chips starts a process per chip with a model on each, but shard={shard}; use the script without "
+            "_multi, without --num-chips."
+        )
     from qat_lora.runtime.xla_chips import launch
 
     return launch(main, _without_chips(argv), chips=args.num_chips)

@@ -67,8 +67,15 @@ def named(name: str) -> tuple[Part, int | None] | None:
 
 def records_in(directory: Path) -> list[Record]:
     """Read all records of a folder: the whole cache's first, then by part, then by rank."""
-    found = [(path, named(path.name)) for path in directory.glob("manifest*.json")]
-    records = [Record(path, *who, CacheManifest.read(path)) for path, who in found if who is not None]
+    records = []
+    for path in directory.glob("manifest*.json"):
+        who = named(path.name)
+        try:
+            if who is not None:
+                records.append(Record(path, *who, CacheManifest.read(path)))
+        except CacheError:
+            if path.exists():  # another job may just have united the records of its ranks
+                raise
     return sorted(records, key=lambda r: (r.part.count, r.part.number, -1 if r.rank is None else r.rank))
 
 

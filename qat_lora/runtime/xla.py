@@ -35,6 +35,7 @@ from qat_lora.runtime.scan import Step, as_numbers, scan_layers
 log = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "QAT_LORA_XLA_CACHE"
+CHIPS_VARIABLE = "TPU_NUM_DEVICES"  # torch_xla names it and reads it nowhere
 _BATCHES_AHEAD = 4  # read and uploaded while the device works
 _EXPECTATION = (
     "the first step compiles its graphs, minutes for a large model, and prints nothing meanwhile; later steps, and "
@@ -81,7 +82,7 @@ class XlaRuntime(Alone):
         # still alive when the graph is cut becomes an output of it, so the graphs would depend on timing.
         torch.autograd.set_multithreading_enabled(False)
         self._xla, self._xm, self._metrics = torch_xla, xm, metrics
-        is_tpu = xr.device_type() == "TPU"
+        self._is_tpu = is_tpu = xr.device_type() == "TPU"
         self.rank, self.world_size = xr.global_ordinal(), xr.world_size()
         self.sync, self.cache_dir = sync, _cache_folder(cache_dir if is_tpu else None, self.rank)
         if self.cache_dir is not None and torch_xla._XLAC._xla_computation_cache_is_initialized():
@@ -244,11 +245,12 @@ class XlaRuntime(Alone):
             parallel.close()
 
     def memory(self) -> MemoryUse:
-        """HBM of the chip; resident memory of the process where torch_xla counts none."""
+        """HBM of the chip; resident memory of the process where the device is the host's."""
         try:
             use = self._xm.get_memory_info(self.device)
-        except RuntimeError:  # PJRT's CPU client: UNIMPLEMENTED
-            return process_memory()
+        except RuntimeError:  # PJRT's CPU client, and the device that stands for all chips under GSPMD
+            # of a chip that is not counted nothing is known to be free
+            return MemoryUse(0, 0, 0, free_bytes=0) if self._is_tpu else process_memory()
         used, total = use["bytes_used"], use["bytes_limit"]
         return MemoryUse(used, use.get("peak_bytes_used", used), total, total - used)
 

@@ -10,31 +10,33 @@ import atexit
 import contextlib
 import datetime
 import logging
-import multiprocessing
 import os
 import signal
 import socket
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from qat_lora.config import Sync
 from qat_lora.errors import ConfigError, DeviceError
 from qat_lora.runtime.distributed import leave
 from qat_lora.runtime.ranks import AmongRanks, Control, GlooControl
-from qat_lora.runtime.xla import XlaRuntime, why_absent
+from qat_lora.runtime.xla import CHIPS_VARIABLE, XlaRuntime, why_absent
 
-CHIPS_VARIABLE = "TPU_NUM_DEVICES"
 # Parts of a host's chips that are a mesh of their own (chip n of a host is process n), as torch_xla reads them.
 _BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
+# Variables of the user's that torch_xla would heed before what it is told.
+_LIMITING = (
+    *("TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_VISIBLE_CHIPS"),
+    *("TPU_PROCESS_ADDRESSES", "TPU_PROCESS_PORT", "CLOUD_TPU_TASK_ID"),
+)
 
 
 class ChipsRuntime(AmongRanks, XlaRuntime):
@@ -68,8 +70,15 @@ class ChipsRuntime(AmongRanks, XlaRuntime):
     def _joined(self, barrier_timeout: int) -> Control:
         """Gloo between the hosts' processes: torch_xla's own rendezvous waits for ever, and names nobody."""
         if not dist.is_initialized():
-            timeout = datetime.timedelta(seconds=barrier_timeout)
-            dist.init_process_group("gloo", init_method="xla://", timeout=timeout)
+            try:
+                timeout = datetime.timedelta(seconds=barrier_timeout)
+                dist.init_process_group("gloo", init_method="xla://", timeout=timeout)
+            except (RuntimeError, ValueError) as error:
+                reason = (str(error).splitlines() or [""])[0][:160]
+                raise DeviceError(
+                    f"rank {self.rank} of {self.world_size} cannot meet the others ({reason}); look at their messages "
+                    "first, or give another MASTER_PORT."
+                ) from None
             atexit.register(leave)
         return GlooControl(barrier_timeout)
 
@@ -105,7 +114,8 @@ class ChipsRuntime(AmongRanks, XlaRuntime):
 def launch(main: Callable[[list[str]], int], argv: list[str], *, chips: int) -> int:
     """Run ``main(argv)`` in one process per chip and return the exit code: 0 when all ranks returned 0.
 
-    A rank that fails, or is killed, ends the others; its own words come first.
+    A rank that fails, or is killed, ends the others; its own words come first. As ``torch_xla.launch``, but that one's
+    executor learns by chance of a rank that dies.
 
     Args:
         main: a function of a module, which the processes import.
@@ -114,38 +124,48 @@ def launch(main: Callable[[list[str]], int], argv: list[str], *, chips: int) -> 
     """
     if reason := why_absent():
         raise DeviceError(f"--num-chips counts TPU chips, and {reason}; on GPUs and CPUs use torchrun.")
-    if _limit_chips(chips) == 1:
-        return main(argv)
-    import torch_xla
-
-    _choose_port()
-    with _children_end_together():
-        try:
-            torch_xla.launch(_run_rank, args=(main, argv))
-        except BrokenProcessPool:
-            print("qat-lora: a rank has failed (its words are above), so the others were ended", file=sys.stderr)
-            return 1
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            f"--num-chips starts a process per chip, but WORLD_SIZE={os.environ['WORLD_SIZE']} says that torchrun has "
+            "started some; run without torchrun."
+        )
+    count, settings = _limits(chips)
+    with _environment(settings | _meeting_point()):
+        if count == 1:
+            return main(argv)
+        ranks = start_processes(_run_rank, (count, main, argv), count, join=False, start_method="spawn")
+        with _ending_together(ranks.processes):
+            try:
+                while not ranks.join():
+                    pass
+            except ProcessRaisedException as error:
+                print(error, file=sys.stderr)
+                return 1
+            except ProcessExitedException as error:
+                how = error.signal_name or f"code {error.exit_code}"
+                print(f"qat-lora: rank {error.error_index} ended with {how}, so the others were ended", file=sys.stderr)
+                return error.exit_code if error.exit_code > 0 else 1
     return 0
 
 
-def _run_rank(rank: int, main: Callable[[list[str]], int], argv: list[str]) -> None:
+def _run_rank(process: int, count: int, main: Callable[[list[str]], int], argv: list[str]) -> None:
     import torch_xla.runtime as xr
+    from torch_xla._internal import pjrt
 
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(xr.world_size())}
+    pjrt.initialize_multiprocess(process, count)
+    devices, ranks = xr.addressable_device_count(), xr.world_size()
+    if devices != 1 or ranks % count:
+        raise DeviceError(
+            f"{count} processes were started, but torch_xla gives this one {devices} of {ranks} devices; each must "
+            "have one chip: unset TPU_PROCESS_BOUNDS and TPU_CHIPS_PER_PROCESS_BOUNDS."
+        )
+    os.environ |= {"RANK": str(xr.global_ordinal()), "WORLD_SIZE": str(ranks)}
     logging.getLogger().handlers.clear()  # a warning of torch_xla's has set up one before `main` could
-    try:
-        code = main(argv)
-    except BaseException:  # whatever it is, the other ranks wait for this one
-        traceback.print_exc()
-        code = 1
-    if code:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # an exception would wait in a queue for all ranks to end
+    sys.exit(main(argv))
 
 
-def _limit_chips(chips: int) -> int:
-    """Have torch_xla start so many processes, and say how; return how many.
+def _limits(chips: int) -> tuple[int, dict[str, str]]:
+    """How many processes to start, and the environment that limits torch_xla to them, which is printed.
 
     It knows TPU_NUM_DEVICES by name alone, and ``xmp.spawn`` takes None or 1: what it reads are the bounds.
     """
@@ -153,24 +173,36 @@ def _limit_chips(chips: int) -> int:
 
     on_tpu = os.environ.get("PJRT_DEVICE", "TPU").upper() == "TPU"
     there = tpu.num_available_chips() if on_tpu else 1
+    where = "on this host" if on_tpu else f"with PJRT_DEVICE={os.environ['PJRT_DEVICE']}"
+    if not there:
+        raise DeviceError("no TPU chip is on the PCI bus, where torch_xla counts them; run on a TPU machine.")
     wanted = _chips_named(chips) or there
     if wanted > there:
-        where = "on this host" if on_tpu else f"with PJRT_DEVICE={os.environ['PJRT_DEVICE']}"
-        raise DeviceError(f"{wanted} TPU chips are asked for, but {where} there is {there}; use --num-chips {there}.")
-    if wanted == there:
-        return wanted
+        raise DeviceError(f"TPU chips asked for: {wanted}, chips {where}: {there}; use --num-chips {there}.")
+    settings = {} if wanted == there else _bounds(wanted, there)
+    given = {name: os.environ[name] for name in _LIMITING if name in os.environ}
+    if odd := [f"{name}={value}" for name, value in given.items() if settings.get(name) != value]:
+        raise ConfigError(f"--num-chips {wanted} contradicts {' '.join(odd)} in the environment; drop one of them.")
+    if settings:
+        print(f"{wanted} of {there} TPU chips: " + " ".join(f"{name}={value}" for name, value in settings.items()))
+    return wanted, settings
+
+
+def _bounds(wanted: int, there: int) -> dict[str, str]:
+    """What torch_xla reads for a part of a host's chips."""
     if wanted not in _BOUNDS:
         raise ConfigError(f"{wanted} of {there} TPU chips are no mesh of their own; use --num-chips 1, 2, 4 or 8.")
+    if _is_one_of_several_hosts():
+        raise ConfigError(
+            f"this host is one of several of a slice, whose chips are used whole; drop --num-chips {wanted}."
+        )
     settings = {"TPU_PROCESS_BOUNDS": _BOUNDS[wanted], "TPU_CHIPS_PER_PROCESS_BOUNDS": _BOUNDS[1]}
-    if wanted == 1:
-        settings["TPU_VISIBLE_CHIPS"] = "0"  # of several, torch_xla gives each process its own
-    if given := [
-        f"{name}={os.environ[name]}" for name in settings if os.environ.get(name, settings[name]) != settings[name]
-    ]:
-        raise ConfigError(f"--num-chips {wanted} contradicts {' '.join(given)} in the environment; drop one of them.")
-    os.environ |= settings
-    print(f"{wanted} of {there} TPU chips: " + " ".join(f"{name}={value}" for name, value in settings.items()))
-    return wanted
+    # of several, torch_xla gives each process its own
+    return settings | ({"TPU_VISIBLE_CHIPS": "0"} if wanted == 1 else {})
+
+
+def _is_one_of_several_hosts() -> bool:
+    return "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
 
 
 def _chips_named(chips: int) -> int:
@@ -185,48 +217,47 @@ def _chips_named(chips: int) -> int:
     return int(by_variable)
 
 
+def _meeting_point() -> dict[str, str]:
+    """Where the ranks of this host find each other; those of several hosts keep to the port that torch_xla knows."""
+    if _is_one_of_several_hosts() or "MASTER_PORT" in os.environ:
+        return {}
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return {"MASTER_PORT": str(probe.getsockname()[1])}
+
+
 @contextlib.contextmanager
-def _children_end_together() -> Iterator[None]:
-    """End the ranks when one of them has failed, and when we are interrupted or terminated.
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for what is started within the block."""
+    earlier = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in earlier.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
-    The executor that torch_xla starts them in waits for all of them; of one that dies it learns by chance, if it began
-    to wait before that one was started.
-    """
-    ended = threading.Event()
 
-    def watch() -> None:
-        children: set[Any] = set()
-        while not ended.wait(0.5):
-            children.update(multiprocessing.active_children())
-            if any(child.exitcode for child in children):
-                _kill(children)
+@contextlib.contextmanager
+def _ending_together(processes: Sequence[Any]) -> Iterator[None]:
+    """End the ranks when we are interrupted or terminated; a rank in a sum would listen to nobody."""
 
     def end(number: int, frame: Any) -> None:
-        _kill(multiprocessing.active_children())
+        for process in processes:
+            process.kill()
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         os._exit(128 + number)
 
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's alone
+        yield
+        return
     earlier = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        ended.set()
-        watcher.join()
         for number, handler in earlier.items():
             signal.signal(number, handler)
-
-
-def _kill(children: Iterable[Any]) -> None:
-    for child in children:
-        child.kill()
-
-
-def _choose_port() -> None:
-    """Where the ranks of this host meet; those of several hosts keep to the port that torch_xla knows."""
-    if "," not in os.environ.get("TPU_WORKER_HOSTNAMES", ""):
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            os.environ.setdefault("MASTER_PORT", str(probe.getsockname()[1]))

@@ -7,6 +7,7 @@ the chips must send to each other.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.config import Sync
+from qat_lora.errors import ConfigError, DeviceError
 from qat_lora.layers import trunk_and_layers
-from qat_lora.runtime.xla import XlaRuntime
+from qat_lora.runtime.xla import CHIPS_VARIABLE, XlaRuntime
 
 _AXIS = "chip"  # the one axis of the mesh
 
@@ -51,6 +53,17 @@ class SpmdRuntime(XlaRuntime):
 
         xr.use_spmd()
         self._spmd, self.devices = spmd, xr.global_runtime_device_count()
+        if xr.process_count() > 1:
+            raise DeviceError(
+                f"--shard spmd is for the chips of one host, but there are {xr.process_count()} processes; run on one "
+                "host, or a process per chip with --num-chips 0."
+            )
+        asked = os.environ.get(CHIPS_VARIABLE, str(self.devices))
+        if asked != str(self.devices):
+            raise ConfigError(
+                f"{CHIPS_VARIABLE}={asked}, but one program for all chips takes all {self.devices}; unset it, or use a "
+                "process per chip with --num-chips."
+            )
 
     def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Move a batch to the devices, divided by rows where these can be divided."""

@@ -88,12 +88,21 @@ def lower_layers(model: nn.Module, execution: ExecutionConfig, runtime: Runtime,
             )
         models.scan_decoder(model, runtime.scan)
     elif execution.gradient_checkpointing == "on" or (
-        execution.gradient_checkpointing == "auto" and not _activations_fit(model, runtime, tokens, execution.sync)
+        execution.gradient_checkpointing == "auto" and not _activations_fit_all(model, runtime, tokens, execution.sync)
     ):
         models.checkpoint_layers(model, runtime.checkpoint)
     if runtime.static_graph:
         seconds = _SECONDS_SCANNED if execution.scan_layers else _SECONDS_PER_LAYER * depth
         log.info("%d layers: expect up to %d s of compiling on two idle host cores, less on more", depth, seconds)
+
+
+def _activations_fit_all(model: nn.Module, runtime: Runtime, tokens: int, sync: Sync) -> bool:
+    """Whether they fit on every rank: ranks must not trace different graphs."""
+    fit = _activations_fit(model, runtime, tokens, sync)
+    if runtime.agree(lambda: bytes([fit])):
+        return fit
+    log.info("activations do not fit on every rank: recomputed in backward on all of them")
+    return not models.has_checkpointing(model)
 
 
 def _activations_fit(model: nn.Module, runtime: Runtime, tokens: int, sync: Sync) -> bool:

@@ -51,6 +51,7 @@ def train(
         for hook in hooks:
             if hook.every and info.step % hook.every == 0:
                 hook.after_step(state, info)
+    runtime.barrier("before_final_save")
     for hook in hooks:
         hook.end(state)
 

@@ -232,23 +232,26 @@ def _check_ranks_agree(run: QatRun | RecoveryRun, runtime: Runtime, model: nn.Mo
 
     Before the model is placed: parts put together are the same on all ranks, whatever each of them was cut from.
     """
-    if not runtime.agree(lambda: _digest(run, model, inputs.resumed)):
+    if not runtime.agree(lambda: _digest(run, model, inputs)):
         raise CheckpointError(
-            f"the ranks do not start from the same: their settings, weights or steps differ at {run.output}; give all "
-            "the same command, and folders that all of them see."
+            f"the ranks do not start from the same: their settings, caches, models, weights or steps differ at "
+            f"{run.output}; give all the same command, and folders that all of them see."
         )
 
 
-def _digest(run: QatRun | RecoveryRun, model: nn.Module, resumed: dict[str, Any] | None) -> bytes:
+def _digest(run: QatRun | RecoveryRun, model: nn.Module, inputs: _Inputs) -> bytes:
     """Of all that ranks must have in common before the first step; the model is on the host."""
     places = ("place", "output", "cache_dir", "checkpoint", "model")  # which may be named otherwise on another machine
     settings = {name: value for name, value in to_json(run).items() if name not in places}
+    identity, resumed = inputs.loaded.identity, inputs.resumed
     step = resumed["progress"]["step"] if resumed else 0
-    digest = hashlib.sha256(json.dumps([settings, step], sort_keys=True).encode())
-    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    for tensors in (resumed["trained"], resumed["ema"]) if resumed else (trained,):
+    facts = [settings, step, inputs.dataset.manifest.identity(), identity.weights, identity.tokenizer]
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    begun = (resumed["trained"], resumed["ema"]) if resumed else (trained,)
+    for tensors in (student_tensors(model), *begun):  # of a student that recovery freezes, too
         for x in tensors.values():
-            digest.update(x.numpy().tobytes())
+            digest.update(x.detach().reshape(-1).view(torch.uint8).numpy())
     return digest.digest()
 
 

@@ -10,7 +10,7 @@ import shutil
 import pytest
 
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
-from qat_lora.kd import CacheWriter, KDCacheDataset, Part, build_cache, load_manifest
+from qat_lora.kd import CacheManifest, CacheWriter, KDCacheDataset, Part, build_cache, load_manifest
 from qat_lora.kd.parts import WHOLE, named, record_name
 from tests.kd.conftest import TinyTeacher, blocks_of, build, manifest_of
 from tests.kd.test_writer import Interrupted, contents, stop_after
@@ -106,6 +106,27 @@ def test_jobs_that_die_at_any_moment_are_gone_on_with_by_any_number_of_ranks(tmp
     if part != WHOLE:
         run(writer_of(tmp_path / "c"))
     assert contents(tmp_path / "c") == whole
+
+
+def test_a_record_that_another_job_takes_away_while_we_read_is_no_damage(tmp_path, monkeypatch):
+    """Two parts in one folder that end together: one unites its ranks' records as the other reads them all."""
+    other = [writer_of(tmp_path, part=Part(2, 2), rank=rank, world_size=2) for rank in range(2)]
+    for writer in other:
+        run(writer)
+    writer = writer_of(tmp_path, part=Part(1, 2))
+    run(writer)
+    read, others = CacheManifest.read, [other[0]]
+
+    def reading(path):
+        if "part-2-of-2.rank" in path.name and others:
+            others.pop().finish()
+        return read(path)
+
+    monkeypatch.setattr(CacheManifest, "read", reading)
+    writer.finish()
+    monkeypatch.undo()
+    assert sorted(p.name for p in tmp_path.glob("manifest*")) == [record_name(Part(n, 2)) for n in (1, 2)]
+    assert load_manifest(tmp_path).complete
 
 
 def test_consolidating_loses_no_record_wherever_it_stops(tmp_path, whole, monkeypatch):

@@ -31,7 +31,7 @@ def run_program(
     """Run a program of a module in a process of its own, on PJRT's CPU, and return what it printed last."""
     settings = os.environ | {"PJRT_DEVICE": "CPU", "PYTHONPATH": str(ROOT)} | environment
     command = [sys.executable, "-m", module, name, *map(str, arguments)]
-    done = subprocess.run(command, env=settings, capture_output=True, text=True, cwd=cwd)
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, cwd=cwd, timeout=600)
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

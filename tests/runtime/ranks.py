@@ -106,6 +106,19 @@ def disagreeing(folder: str, cache: str, student: str) -> dict:
     return {"error": ""}
 
 
+def elsewhere(folder: str, what: str, caches: str, students: str) -> dict:
+    """Rank 1 was given another cache, or another student to recover, under the same settings."""
+    runtime = runtime_for(PlaceConfig(device="cpu", barrier_timeout=60), many=True)
+    cache, student = (names.split(",")[runtime.rank if what == kind else 0] for kind, names in
+                      (("cache", caches), ("student", students)))  # fmt: skip
+    run = settings("recover", Path(cache), Path(folder) / "run", Path(student), runtime.world_size)
+    try:
+        run_recovery(run, runtime)
+    except CheckpointError as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
 def sums(folder: str) -> dict:
     """The sums by themselves: values, what is left alone, what is sent."""
     runtime = runtime_for(PlaceConfig(device="cpu", barrier_timeout=60), many=True)

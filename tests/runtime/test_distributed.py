@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
+from qat_lora.cli import commands
 from qat_lora.config import LoopConfig, QatRun
 from qat_lora.errors import CheckpointError, ConfigError
 from qat_lora.runtime import LocalRuntime
 from qat_lora.train.checkpoint import load_checkpoint
 from qat_lora.train.execution import with_global_batch
 from qat_lora.train.run import run_qat, run_recovery
-from tests.conftest import SEQ_LEN, qat_run
+from tests.conftest import SEQ_LEN, cache_run, qat_run
 from tests.runtime import ranks
 
 ROOT = Path(__file__).parents[2]
@@ -143,8 +144,20 @@ def test_ranks_that_were_given_different_settings_are_told_before_the_first_step
     for path in earlier:
         path.write_text("of an earlier run")
     for each in torchrun(2, tmp_path, "disagreeing", cache_dir, student):
-        assert each["error"].startswith("the ranks do not start from the same: their settings, weights or steps differ")
+        assert each["error"].startswith("the ranks do not start from the same: their settings, caches, models, weights")
     assert [path.read_text() for path in earlier] == ["of an earlier run"] * 2, "a run that is refused replaces nothing"
+
+
+@pytest.mark.parametrize("what", ["cache", "student"])
+def test_ranks_that_find_other_files_are_told_before_the_first_step(
+    what, tmp_path, cache_dir, student, teacher_dir, text_file
+) -> None:
+    """Adapters begin equal whatever they are put on: nothing else would notice."""
+    commands.cache(cache_run(teacher_dir, text_file, tmp_path / "other", top_k=8, max_rows=40))
+    longer = run_qat(qat_run(cache_dir, tmp_path / "longer", loop={"max_steps": 4}), LocalRuntime("cpu")).best
+    caches, students = f"{cache_dir},{tmp_path / 'other'}", f"{student},{longer}"
+    for each in torchrun(2, tmp_path, "elsewhere", what, caches, students):
+        assert each["error"].startswith("the ranks do not start from the same: their settings, caches, models, weights")
 
 
 def test_a_rank_that_fails_takes_the_job_down_with_its_own_words(tmp_path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -14,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from qat_lora.errors import ConfigError, QatLoraError
+from qat_lora.errors import QatLoraError
 from qat_lora.runtime import LocalRuntime, xla_chips
 from qat_lora.train.run import run_qat, run_recovery
 from tests.conftest import qat_run
 from tests.runtime import programs, ranks
+from tests.runtime.test_xla_spmd import left_at_15
 
 pytestmark = [
     pytest.mark.xla,
@@ -50,6 +52,13 @@ def test_two_devices_hold_equal_bits_and_what_one_cpu_would_hold(stage, sync, tm
         assert first["trained"][name] == pytest.approx(values, abs=1e-3 * max(map(abs, values))), name
     parameters = sum(len(values) for values in alone["trained"].values())
     assert first["reduced_bytes"] == ranks.STEPS * 4 * parameters, "gradients of what is trained, once per step"
+    if (stage, sync) == ("recover", "phase"):  # and one device goes on where two were
+        folder = left_at_15(tmp_path / "run", tmp_path / "resumed")
+        run = ranks.settings(stage, cache_dir, folder, student, 1)
+        resumed = ranks.outcome(run_recovery(run, runtime, launch="resume"), runtime)
+        assert resumed["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        for name, values in alone["trained"].items():
+            assert resumed["trained"][name] == pytest.approx(values, abs=1e-3 * max(map(abs, values))), name
 
 
 def test_a_gradient_that_was_accumulated_is_summed_which_torch_xlas_own_sum_is_forgotten(tmp_path) -> None:
@@ -83,8 +92,8 @@ def test_a_gradient_that_was_accumulated_is_summed_which_torch_xlas_own_sum_is_f
                 "TPU_VISIBLE_CHIPS": "0",
             },
         ),
-        (5, "", 4, "5 TPU chips are asked for, but on this host there is 4; use --num-chips 4"),
-        (0, "5", 4, "5 TPU chips are asked for, but on this host there is 4; use --num-chips 4"),
+        (5, "", 4, "TPU chips asked for: 5, chips on this host: 4; use --num-chips 4"),
+        (0, "5", 4, "TPU chips asked for: 5, chips on this host: 4; use --num-chips 4"),
         (3, "", 4, "3 of 4 TPU chips are no mesh of their own; use --num-chips 1, 2, 4 or 8"),
         (2, "4", 8, "--num-chips 2 contradicts TPU_NUM_DEVICES=4; drop one of them"),
         (0, "many", 8, "TPU_NUM_DEVICES='many' is no number of chips; use 1 or more, or unset it"),
@@ -101,23 +110,44 @@ def test_chips_are_limited_by_the_bounds_that_torch_xla_reads(
     monkeypatch.setattr(tpu, "num_available_chips", lambda: there)
     if isinstance(expected, str):
         with pytest.raises(QatLoraError, match=re.escape(expected)):
-            xla_chips._limit_chips(flag)
+            xla_chips._limits(flag)
         return
-    count = xla_chips._limit_chips(flag)
-    assert count == (flag or int(variable or there))
-    assert xla_chips.os.environ == environment | expected
+    assert xla_chips._limits(flag) == (flag or int(variable or there), expected)
     said = capsys.readouterr().out
-    assert said.startswith(f"{count} of {there} TPU chips: ") if expected else not said
+    assert said.startswith(f"{flag or variable} of {there} TPU chips: ") if expected else not said
     assert all(f"{name}={value}" in said for name, value in expected.items())
+    assert xla_chips.os.environ == environment, "only what is started sees them"
 
 
-def test_bounds_of_the_users_own_are_not_overruled(monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("chips", "there", "own", "words"),
+    [
+        (
+            2,
+            4,
+            {"TPU_PROCESS_BOUNDS": "2,1,1"},
+            "--num-chips 2 contradicts TPU_PROCESS_BOUNDS=2,1,1 in the environment",
+        ),
+        (
+            4,
+            4,
+            {"TPU_PROCESS_BOUNDS": "1,2,1"},
+            "--num-chips 4 contradicts TPU_PROCESS_BOUNDS=1,2,1 in the environment",
+        ),
+        (2, 4, {"TPU_VISIBLE_CHIPS": "2,3"}, "--num-chips 2 contradicts TPU_VISIBLE_CHIPS=2,3 in the environment"),
+        (2, 4, {"TPU_WORKER_HOSTNAMES": "a,b"}, "this host is one of several of a slice"),
+        (0, 0, {}, "no TPU chip is on the PCI bus"),
+        (0, 4, {"WORLD_SIZE": "2"}, "WORLD_SIZE=2 says that torchrun has started some"),
+    ],
+)
+def test_what_the_environment_says_is_not_overruled(chips, there, own, words, monkeypatch) -> None:
     from torch_xla._internal import tpu
 
-    monkeypatch.setattr(xla_chips.os, "environ", {"PJRT_DEVICE": "TPU", "TPU_PROCESS_BOUNDS": "2,1,1"})
-    monkeypatch.setattr(tpu, "num_available_chips", lambda: 4)
-    with pytest.raises(ConfigError, match=r"--num-chips 2 contradicts TPU_PROCESS_BOUNDS=2,1,1 in the environment"):
-        xla_chips._limit_chips(2)
+    monkeypatch.setattr(xla_chips, "why_absent", lambda: "")
+    monkeypatch.setattr(xla_chips.os, "environ", {"PJRT_DEVICE": "TPU"} | own)
+    monkeypatch.setattr(tpu, "num_available_chips", lambda: there)
+    with pytest.raises(QatLoraError, match=re.escape(words)):
+        xla_chips.launch(print, [], chips=chips)
 
 
 def test_the_scripts_for_many_chips_run_on_the_one_that_is_there_and_refuse_more(tmp_path, cache_dir) -> None:
@@ -134,10 +164,13 @@ def test_the_scripts_for_many_chips_run_on_the_one_that_is_there_and_refuse_more
     assert done.returncode == 0, done.stderr[-3000:]
     assert "effective batch: 2 rows x 2 micro-batches x 1 devices = 4 rows" in done.stderr
     assert done.stdout.count("held-out KL") == 1
+    again = script("--resume", "--max-steps", "2")
+    assert again.returncode == 0 and "resuming" in again.stderr, again.stderr[-3000:]
     for more, words in {
-        ("--num-chips", "2"): "2 TPU chips are asked for, but with PJRT_DEVICE=CPU there is 1; use --num-chips 1",
+        ("--num-chips", "2"): "TPU chips asked for: 2, chips with PJRT_DEVICE=CPU: 1; use --num-chips 1",
         ("--device", "cpu"): "--num-chips=0 with --device cpu: it counts TPU chips",
         ("--batch-size", "0"): "batch_size",
+        ("--shard", "spmd"): "--num-chips starts a process per chip with a model on each, but shard=spmd",
     }.items():
         refused = script(*more)
         assert refused.returncode == 2 and refused.stderr.count("qat-lora: error: ") == 1, refused.stderr
@@ -145,13 +178,12 @@ def test_the_scripts_for_many_chips_run_on_the_one_that_is_there_and_refuse_more
 
 
 def started(how: str, folder: Path) -> subprocess.Popen[str]:
-    folder.mkdir(exist_ok=True)
-    environment = os.environ | {"PJRT_DEVICE": "CPU", "PYTHONPATH": str(programs.ROOT)}
-    command = [sys.executable, "-m", "tests.runtime.chip_processes", how, str(folder)]
+    environment = os.environ | {"PJRT_DEVICE": "CPU", "PYTHONPATH": str(programs.ROOT), "HOW": how}
+    command = [sys.executable, "-m", "tests.runtime.chip_processes", str(folder)]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, cwd=programs.ROOT)
 
 
-def pids(folder: Path, count: int = 2) -> list[int]:
+def pids(folder: Path, count: int) -> list[int]:
     """The ranks' processes, once they are all there."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
@@ -170,22 +202,43 @@ def all_gone(processes: list[int]) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in processes)
 
 
-@pytest.mark.parametrize("how", ["done", "raises", "refuses", "killed", "terminated", "interrupted"])
+OWN_WORDS = {
+    "raises": "ValueError: only rank 1 knows what is wrong",
+    "refuses": "qat-lora: error (rank 1): what a user must mend\n",
+    "no chip": "RuntimeError: the chip is held by another process",
+    "unplaced": "2 processes were started, but torch_xla gives this one 1 of 1 devices",
+    "killed": "qat-lora: rank 1 ended with SIGKILL, so the others were ended",
+}
+CODES = {"done": 0, "refuses": 2, "terminated": 143, "interrupted": -signal.SIGINT}
+
+
+@pytest.mark.parametrize("how", ["done", "terminated", "interrupted", *OWN_WORDS])
 def test_the_processes_of_the_chips_end_together(how, tmp_path) -> None:
     job = started(how, tmp_path)
-    processes = pids(tmp_path)
-    begun = time.monotonic()
+    processes = pids(tmp_path, {"no chip": 1, "unplaced": 0}.get(how, 2)) if how != "no chip" else []
     if how == "killed":
         os.kill(processes[1], signal.SIGKILL)
     elif how in ("terminated", "interrupted"):
         job.send_signal(signal.SIGTERM if how == "terminated" else signal.SIGINT)
-    _, words = job.communicate(timeout=60)
+    begun = time.monotonic()
+    _, words = job.communicate(timeout=120)
     assert time.monotonic() - begun < 60
-    codes = {"done": 0, "terminated": 143, "interrupted": -signal.SIGINT}
-    assert job.returncode == codes.get(how, 1), words
-    own = {"raises": "ValueError: only rank 1 knows what is wrong", "refuses": "error (rank 1): what a user must mend"}
-    assert own.get(how, "") in words
-    failed = "qat-lora: a rank has failed (its words are above), so the others were ended"
-    assert (failed in words) == (how in ("raises", "refuses", "killed"))
-    assert words.find(own.get(how, "")) <= words.find(failed) or how not in own
+    assert job.returncode == CODES.get(how, 1), words
+    if how in OWN_WORDS:
+        assert OWN_WORDS[how] in words
+    if how == "refuses":
+        assert words.index(OWN_WORDS[how]) < words.index("qat-lora: rank 1 ended with code 2, so the others were ended")
+    if how == "done":
+        assert [path.read_text() for path in sorted(tmp_path.glob("places-*"))] == ["0 of 2", "1 of 2"]
     assert all_gone(processes)
+
+
+def test_the_processes_of_the_chips_meet_by_torch_xlas_own_address(tmp_path) -> None:
+    """Gloo between them: names of barriers, who is missing, digests, and rank 0 first."""
+    job = started("meets", tmp_path)
+    _, words = job.communicate(timeout=120)
+    assert job.returncode == 0, words
+    first, second = (json.loads(path.read_text()) for path in sorted(tmp_path.glob("found-*.json")))
+    assert first[:4] == [0, 2, True, False] and second[:4] == [1, 2, True, False]
+    assert second[4] - first[4] >= 0.2, "rank 0 goes first"
+    assert first[5].startswith("rank 0 lost the others at barrier 'late' after 4 s (") and "Ranks 1 failed" in first[5]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,16 @@ def divided(cache_dir, tmp_path_factory, student) -> tuple[dict[str, Any], Path]
     return run_program("train", folder, "recover", cache_dir, student, "spmd", "kept"), folder / "run"
 
 
-def is_same(found: dict[str, Any], alone: dict[str, Any]) -> None:
-    for part in ("losses", "grad_norms", "kl"):  # 7e-7 of a KL seen
+def left_at_15(run: Path, folder: Path) -> Path:
+    """A folder as the run would have left it, had it ended after its checkpoint of step 15."""
+    shutil.copytree(run, folder)
+    (folder / "last.pt").unlink()
+    (folder / "step-000015.pt").rename(folder / "last.pt")
+    return folder
+
+
+def is_same(found: dict[str, Any], alone: dict[str, Any], *, kl: bool = True) -> None:
+    for part in ("losses", "grad_norms", *(["kl"] if kl else [])):  # 7e-7 of a KL seen
         assert found[part] == pytest.approx(alone[part], rel=1e-5), part
     for name, values in alone["trained"].items():  # 1e-5 of an adapter's largest entry seen
         assert found["trained"][name] == pytest.approx(values, abs=1e-3 * max(map(abs, values))), name
@@ -85,6 +94,20 @@ def test_a_run_that_was_cut_off_ends_as_the_whole_one(tmp_path, cache_dir, stude
     found = run_program("resumed", tmp_path, "recover", cache_dir, student, "spmd", "kept")
     assert found["trained"] == divided[0]["trained"]
     assert found["specs"] == divided[0]["specs"], "what was read back is divided again"
+
+
+def test_it_goes_on_on_one_device(tmp_path, cache_dir, student, divided, alone) -> None:
+    folder = left_at_15(divided[1], tmp_path / "run")
+    run = ranks.settings("recover", cache_dir, folder, student, 1)
+    assert load_checkpoint(folder / "last.pt")["progress"]["step"] == 15
+    runtime = LocalRuntime("cpu")
+    is_same(ranks.outcome(run_recovery(run, runtime, launch="resume"), runtime), alone["recover"], kl=False)
+
+
+def test_memory_that_torch_xla_does_not_count_is_not_taken_for_the_hosts(cache_dir) -> None:
+    """What a model that is divided among chips leaves free of each must not come out as hundreds of gigabytes."""
+    found = run_program("memory")
+    assert found["cpu"] > 0 == found["tpu"]
 
 
 def test_its_checkpoints_are_like_any_others(teacher_dir, divided) -> None:

@@ -29,7 +29,6 @@ from qat_lora.train import run as whole_runs
 from tests.runtime import ranks
 
 LOCK = threading.RLock()
-ENVIRONMENT = {"CPU_NUM_DEVICES": "2", "PJRT_CPU_ASYNC_CLIENT": "0", "XLA_THREAD_POOL_SIZE": "16"}
 
 
 class ThreadControl:

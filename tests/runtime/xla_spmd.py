@@ -60,6 +60,14 @@ def resumed(folder: str, stage: str, cache: str, student: str, shard: str, layer
     return found_of(run(launch="resume"), runtime)
 
 
+def memory() -> dict[str, Any]:
+    """Free bytes by torch_xla's device of all chips, on the CPU and as if these were a TPU's."""
+    runtime = runtime_for(PlaceConfig(device="tpu"), shard="spmd")
+    on_cpu = runtime.memory().free_bytes
+    runtime._is_tpu = True
+    return {"cpu": on_cpu, "tpu": runtime.memory().free_bytes}
+
+
 def started(runtime: Runtime, folder: str, stage: str, cache: str, student: str, shard: str, layers: str) -> Any:
     run = ranks.settings(stage, Path(cache), Path(folder) / "run", Path(student), runtime.devices)
     execution = ExecutionConfig(max_recompiles=0, shard=shard, **LAYERS[layers])

@@ -174,6 +174,23 @@ def test_half_of_what_is_free_may_be_activations(teacher_dir) -> None:
     assert checkpointing == [True, False]
 
 
+def test_layers_are_recomputed_on_every_rank_where_they_fit_on_some_only(teacher_dir) -> None:
+    """Two ranks that trace different graphs would wait for each other's sums."""
+
+    class OneOfTwo(Full):
+        def agree(self, digest) -> bool:
+            return digest() == bytes([self.others_fit])
+
+    def is_recomputed(free: int, others_fit: bool) -> bool:
+        (fresh, _), runtime = student(teacher_dir, "recover"), OneOfTwo(free)
+        runtime.others_fit = others_fit
+        lower_layers(fresh, ExecutionConfig(), runtime, tokens=96)
+        return models.causal_lm(fresh).is_gradient_checkpointing
+
+    plenty = 2**40
+    assert [is_recomputed(free, fit) for free in (plenty, 0) for fit in (True, False)] == [False, True, True, True]
+
+
 def test_whole_runs_end_in_the_same_bits(tmp_path, cache_dir, runtime) -> None:
     last = []
     for mode in ("off", "on"):
