@@ -90,6 +90,12 @@ class SpmdRuntime(XlaRuntime):
                     if tensor.shape == p.shape:
                         self._spread(tensor)
 
+    def part_of(self, whole: Tensor, like: Tensor) -> Tensor:
+        """All of it, spread over the devices as a tensor of the model is."""
+        x = super().part_of(whole, like)
+        self._spread(x)
+        return x
+
     def _part(self, rows: int, size: int) -> int:
         """A turn of a loop takes `size` rows of each device."""
         return rows if rows % self.devices else self.devices * super()._part(rows // self.devices, size)

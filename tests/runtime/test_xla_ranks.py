@@ -151,9 +151,9 @@ def test_what_the_environment_says_is_not_overruled(chips, there, own, words, mo
 
 
 def test_the_scripts_for_many_chips_run_on_the_one_that_is_there_and_refuse_more(tmp_path, cache_dir) -> None:
-    def script(*more: str) -> subprocess.CompletedProcess[str]:
+    def script(*more: str, launch: str = "--from-scratch") -> subprocess.CompletedProcess[str]:
         command = [
-            *(sys.executable, "scripts/train_v2_tpu_multi.py", "--from-scratch", "--cache-dir", str(cache_dir)),
+            *(sys.executable, "scripts/train_v2_tpu_multi.py", launch, "--cache-dir", str(cache_dir)),
             *("--config", "q4_r32", "--batch-size", "2", "--accumulation-steps", "2", "--max-steps", "1"),
             *("--output", str(tmp_path / "qat"), "--eval-rows", "4", "--dtype", "fp32", *more),
         ]
@@ -164,7 +164,7 @@ def test_the_scripts_for_many_chips_run_on_the_one_that_is_there_and_refuse_more
     assert done.returncode == 0, done.stderr[-3000:]
     assert "effective batch: 2 rows x 2 micro-batches x 1 devices = 4 rows" in done.stderr
     assert done.stdout.count("held-out KL") == 1
-    again = script("--resume", "--max-steps", "2")
+    again = script("--max-steps", "2", launch="--resume")
     assert again.returncode == 0 and "resuming" in again.stderr, again.stderr[-3000:]
     for more, words in {
         ("--num-chips", "2"): "TPU chips asked for: 2, chips with PJRT_DEVICE=CPU: 1; use --num-chips 1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import shutil
@@ -17,6 +18,7 @@ from qat_lora.train.run import run_qat, run_recovery
 from qat_lora.train.student import load_student
 from tests.conftest import qat_run
 from tests.runtime import programs, ranks
+from tests.runtime.xla_spmd import CHUNK_TOKENS
 
 pytestmark = [
     pytest.mark.xla,
@@ -99,6 +101,7 @@ def test_a_run_that_was_cut_off_ends_as_the_whole_one(tmp_path, cache_dir, stude
 def test_it_goes_on_on_one_device(tmp_path, cache_dir, student, divided, alone) -> None:
     folder = left_at_15(divided[1], tmp_path / "run")
     run = ranks.settings("recover", cache_dir, folder, student, 1)
+    run = dataclasses.replace(run, kd=dataclasses.replace(run.kd, chunk_tokens=CHUNK_TOKENS))
     assert load_checkpoint(folder / "last.pt")["progress"]["step"] == 15
     runtime = LocalRuntime("cpu")
     is_same(ranks.outcome(run_recovery(run, runtime, launch="resume"), runtime), alone["recover"], kl=False)
