@@ -138,7 +138,7 @@ def test_ranks_that_begin_from_different_weights_are_told(tmp_path, cache_dir, s
     content["tensors"] = {name: x * 1.01 if x.is_floating_point() else x for name, x in content["tensors"].items()}
     torch.save(content, tmp_path / "other.pt")
     for each in torchrun(2, tmp_path, "disagreeing", cache_dir, student, tmp_path / "other.pt"):
-        assert each["error"].startswith("the ranks do not start from the same: their settings, weights or steps differ")
+        assert each["error"].startswith("the ranks do not start from the same: their settings, caches, models, weights")
     assert not list((tmp_path / "run").glob("*"))
 
 
