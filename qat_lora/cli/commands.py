@@ -45,13 +45,14 @@ def cache(run: CacheRun) -> CacheManifest:
     models.check_context(loaded.model, run.seq_len)
     models.check_head(loaded.model)
     with runtime.first("data_download"):
-        blocks = tokenize_blocks(
-            read_texts(run.data),
-            loaded.tokenizer,
-            run.seq_len,
-            max_rows=run.max_rows or None,
-            vocab_size=loaded.identity.vocab_size,
-        )
+        next(iter(read_texts(run.data)))  # what is on a hub is fetched before its first text
+    blocks = tokenize_blocks(
+        read_texts(run.data),
+        loaded.tokenizer,
+        run.seq_len,
+        max_rows=run.max_rows or None,
+        vocab_size=loaded.identity.vocab_size,
+    )
     manifest = _manifest(run, loaded.identity, blocks)
     if not runtime.agree(lambda: _build_digest(run, manifest, runtime)):
         raise CacheMismatch(

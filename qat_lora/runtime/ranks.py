@@ -46,7 +46,8 @@ class GlooControl:
             ) from None
 
     def agree(self, digest: bytes) -> bool:
-        """Whether the first eight bytes of every rank's digest are equal."""
+        """Whether the first eight bytes of every rank's digest are equal; a rank that is missing is told of first."""
+        self.barrier("agree")
         own = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)])
         found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(found, own, group=self._group)

@@ -152,13 +152,18 @@ def _run_rank(process: int, count: int, main: Callable[[list[str]], int], argv: 
     import torch_xla.runtime as xr
     from torch_xla._internal import pjrt
 
+    # what we are sent when the parent is killed or interrupted; a rank in a sum does not come back to Python
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     pjrt.initialize_multiprocess(process, count)
     devices, ranks = xr.addressable_device_count(), xr.world_size()
     if devices != 1 or ranks % count:
-        raise DeviceError(
-            f"{count} processes were started, but torch_xla gives this one {devices} of {ranks} devices; each must "
-            "have one chip: unset TPU_PROCESS_BOUNDS and TPU_CHIPS_PER_PROCESS_BOUNDS."
+        print(
+            f"qat-lora: error: {count} processes were started, but torch_xla gives this one {devices} of {ranks} "
+            "devices; each must have one: unset TPU_PROCESS_BOUNDS and TPU_CHIPS_PER_PROCESS_BOUNDS; chips of two "
+            "devices (v2, v3) need --shard spmd_data instead.",
+            file=sys.stderr,
         )
+        sys.exit(2)
     os.environ |= {"RANK": str(xr.global_ordinal()), "WORLD_SIZE": str(ranks)}
     logging.getLogger().handlers.clear()  # a warning of torch_xla's has set up one before `main` could
     sys.exit(main(argv))
@@ -171,7 +176,7 @@ def _limits(chips: int) -> tuple[int, dict[str, str]]:
     """
     from torch_xla._internal import tpu
 
-    on_tpu = os.environ.get("PJRT_DEVICE", "TPU").upper() == "TPU"
+    on_tpu = _is_on_tpu()
     there = tpu.num_available_chips() if on_tpu else 1
     where = "on this host" if on_tpu else f"with PJRT_DEVICE={os.environ['PJRT_DEVICE']}"
     if not there:
@@ -182,7 +187,7 @@ def _limits(chips: int) -> tuple[int, dict[str, str]]:
     settings = {} if wanted == there else _bounds(wanted, there)
     given = {name: os.environ[name] for name in _LIMITING if name in os.environ}
     if odd := [f"{name}={value}" for name, value in given.items() if settings.get(name) != value]:
-        raise ConfigError(f"--num-chips {wanted} contradicts {' '.join(odd)} in the environment; drop one of them.")
+        raise ConfigError(f"{wanted} chips contradict {' '.join(odd)} in the environment; unset it.")
     if settings:
         print(f"{wanted} of {there} TPU chips: " + " ".join(f"{name}={value}" for name, value in settings.items()))
     return wanted, settings
@@ -201,8 +206,18 @@ def _bounds(wanted: int, there: int) -> dict[str, str]:
     return settings | ({"TPU_VISIBLE_CHIPS": "0"} if wanted == 1 else {})
 
 
+def _is_on_tpu() -> bool:
+    return os.environ.get("PJRT_DEVICE", "TPU").upper() == "TPU"
+
+
 def _is_one_of_several_hosts() -> bool:
-    return "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
+    """As torch_xla sees it: by its variables, or by the metadata of a cloud's machine; elsewhere a host is alone."""
+    from torch_xla._internal import tpu
+
+    try:
+        return _is_on_tpu() and int(tpu.num_tpu_workers()) > 1
+    except (OSError, KeyError, ValueError):  # no metadata server
+        return False
 
 
 def _chips_named(chips: int) -> int:
@@ -219,7 +234,7 @@ def _chips_named(chips: int) -> int:
 
 def _meeting_point() -> dict[str, str]:
     """Where the ranks of this host find each other; those of several hosts keep to the port that torch_xla knows."""
-    if _is_one_of_several_hosts() or "MASTER_PORT" in os.environ:
+    if "MASTER_PORT" in os.environ or _is_one_of_several_hosts():
         return {}
     with socket.socket() as probe:
         probe.bind(("localhost", 0))

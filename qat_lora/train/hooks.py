@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from qat_lora.errors import TrainingError
 from qat_lora.files import write_atomically
 from qat_lora.runtime import Runtime
@@ -156,15 +154,15 @@ class EvalHook:
 class CheckpointHook:
     """Writes numbered checkpoints and last.pt every so often and at the end."""
 
-    def __init__(self, save: Callable[[TrainState], None], *, every: int) -> None:
+    def __init__(self, save: Callable[[TrainState], None], runtime: Runtime, *, every: int) -> None:
         """`save` writes one checkpoint of the state."""
         self.every = every
-        self._save = save
+        self._save, self._runtime = save, runtime
         self._saved = (-1, -1)
 
     def start(self, state: TrainState) -> None:
         """Look at the weights, but save nothing: a resumed run has its checkpoint, a fresh one has nothing to lose."""
-        _check_finite(state)
+        _check_finite(state, self._runtime)
         self._saved = (state.step, state.evaluated_step)
 
     def after_step(self, state: TrainState, info: StepInfo) -> None:
@@ -178,7 +176,7 @@ class CheckpointHook:
 
     def _save_finite(self, state: TrainState) -> None:
         """Save, unless the weights are no numbers any more: the last good checkpoint must not be pushed out by such."""
-        _check_finite(state)
+        _check_finite(state, self._runtime)
         self._save(state)
         self._saved = (state.step, state.evaluated_step)
 
@@ -243,9 +241,9 @@ class SpeedHook:
         }
 
 
-def _check_finite(state: TrainState) -> None:
-    finite = torch.stack([p.detach().isfinite().all() for p in state.trained.values()]).all()
-    if not finite.item():
+def _check_finite(state: TrainState, runtime: Runtime) -> None:
+    # of all parts where ranks hold parts, so that all ranks find the same
+    if not runtime.joint_norm([p.detach() for p in state.trained.values()]).isfinite().item():
         raise TrainingError(f"weights are no numbers after step {state.step}; lower --lr or --clip-norm.")
 
 

@@ -232,26 +232,26 @@ def _check_ranks_agree(run: QatRun | RecoveryRun, runtime: Runtime, model: nn.Mo
 
     Before the model is placed: parts put together are the same on all ranks, whatever each of them was cut from.
     """
-    if not runtime.agree(lambda: _digest(run, model, inputs)):
+    if not runtime.agree(lambda: _digest(run, model, inputs, runtime)):
         raise CheckpointError(
             f"the ranks do not start from the same: their settings, caches, models, weights or steps differ at "
             f"{run.output}; give all the same command, and folders that all of them see."
         )
 
 
-def _digest(run: QatRun | RecoveryRun, model: nn.Module, inputs: _Inputs) -> bytes:
+def _digest(run: QatRun | RecoveryRun, model: nn.Module, inputs: _Inputs, runtime: Runtime) -> bytes:
     """Of all that ranks must have in common before the first step; the model is on the host."""
     places = ("place", "output", "cache_dir", "checkpoint", "model")  # which may be named otherwise on another machine
     settings = {name: value for name, value in to_json(run).items() if name not in places}
     identity, resumed = inputs.loaded.identity, inputs.resumed
-    step = resumed["progress"]["step"] if resumed else 0
-    facts = [settings, step, inputs.dataset.manifest.identity(), identity.weights, identity.tokenizer]
+    begun = [resumed["progress"], (run.output / "best.pt").exists()] if resumed else []
+    facts = [settings, begun, inputs.dataset.manifest.identity(), identity.weights, identity.tokenizer]
+    facts.append(str(runtime.precision.compute))
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    begun = (resumed["trained"], resumed["ema"]) if resumed else (trained,)
-    for tensors in (student_tensors(model), *begun):  # of a student that recovery freezes, too
-        for x in tensors.values():
-            digest.update(x.detach().reshape(-1).view(torch.uint8).numpy())
+    tensors = trained | student_tensors(model)  # of a student that recovery freezes, too
+    for x in (*tensors.values(), *(resumed["ema"].values() if resumed else ())):
+        digest.update(x.detach().reshape(-1).view(torch.uint8).numpy())
     return digest.digest()
 
 
@@ -305,7 +305,7 @@ def _hooks(run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, stage: 
     return [
         LogHook(losses, runtime, every=loop.log_every),
         EvalHook(evaluate, losses, save_best, runtime, every=loop.eval_every),
-        CheckpointHook(save, every=loop.save_every),
+        CheckpointHook(save, runtime, every=loop.save_every),
         MemoryHook(memory_path, runtime, level=run.execution.mem_debug, every=loop.log_every),
     ]
 

@@ -20,7 +20,6 @@ from qat_lora.errors import DeviceError
 from qat_lora.runtime import xla_chips
 
 HOW = os.environ.get("HOW", "")
-RANK = int(os.environ.get("PJRT_LOCAL_PROCESS_RANK", "0"))
 initialize = pjrt.initialize_multiprocess
 
 

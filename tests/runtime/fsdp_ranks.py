@@ -17,9 +17,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from qat_lora.config import ExecutionConfig, PlaceConfig, QatRun
-from qat_lora.errors import CheckpointError
+from qat_lora.errors import CheckpointError, TrainingError
 from qat_lora.runtime import Runtime, runtime_for
+from qat_lora.train.hooks import CheckpointHook
 from qat_lora.train.run import run_qat, run_recovery
+from qat_lora.train.state import TrainState
 from tests.runtime.ranks import outcome, settings
 
 
@@ -110,6 +112,14 @@ def pieces(folder: str) -> dict:
         "held": {name: _held(p) // 4 for name, p in trained.items()},
         "reduced_bytes": [reduced, runtime.reduced_bytes],
     }
+    if runtime.rank == 1:  # a weight that is no number, in a part that the others do not hold
+        next(iter(trained.values())).detach().to_local().view(-1)[0] = torch.nan
+    hook = CheckpointHook(lambda state: None, runtime, every=1)
+    try:
+        hook.start(TrainState(model, trained, optimizer))
+        found["told"] = False
+    except TrainingError:
+        found["told"] = True
     runtime.barrier("end")  # as a run does: nobody leaves while others put together
     return found
 

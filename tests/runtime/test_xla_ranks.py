@@ -126,16 +126,16 @@ def test_chips_are_limited_by_the_bounds_that_torch_xla_reads(
             2,
             4,
             {"TPU_PROCESS_BOUNDS": "2,1,1"},
-            "--num-chips 2 contradicts TPU_PROCESS_BOUNDS=2,1,1 in the environment",
+            "2 chips contradict TPU_PROCESS_BOUNDS=2,1,1 in the environment",
         ),
         (
             4,
             4,
             {"TPU_PROCESS_BOUNDS": "1,2,1"},
-            "--num-chips 4 contradicts TPU_PROCESS_BOUNDS=1,2,1 in the environment",
+            "4 chips contradict TPU_PROCESS_BOUNDS=1,2,1 in the environment",
         ),
-        (2, 4, {"TPU_VISIBLE_CHIPS": "2,3"}, "--num-chips 2 contradicts TPU_VISIBLE_CHIPS=2,3 in the environment"),
-        (2, 4, {"TPU_WORKER_HOSTNAMES": "a,b"}, "this host is one of several of a slice"),
+        (2, 4, {"TPU_VISIBLE_CHIPS": "2,3"}, "2 chips contradict TPU_VISIBLE_CHIPS=2,3 in the environment"),
+        (2, 4, {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "a,b"}, "this host is one of several of a slice"),
         (0, 0, {}, "no TPU chip is on the PCI bus"),
         (0, 4, {"WORLD_SIZE": "2"}, "WORLD_SIZE=2 says that torchrun has started some"),
     ],
@@ -206,20 +206,21 @@ OWN_WORDS = {
     "raises": "ValueError: only rank 1 knows what is wrong",
     "refuses": "qat-lora: error (rank 1): what a user must mend\n",
     "no chip": "RuntimeError: the chip is held by another process",
-    "unplaced": "2 processes were started, but torch_xla gives this one 1 of 1 devices",
+    "unplaced": "qat-lora: error: 2 processes were started, but torch_xla gives this one 1 of 1 devices",
     "killed": "qat-lora: rank 1 ended with SIGKILL, so the others were ended",
 }
-CODES = {"done": 0, "refuses": 2, "terminated": 143, "interrupted": -signal.SIGINT}
+CODES = {"done": 0, "refuses": 2, "unplaced": 2, "terminated": 143, "interrupted": -signal.SIGINT, "orphaned": -9}
+SENT = {"terminated": signal.SIGTERM, "interrupted": signal.SIGINT, "orphaned": signal.SIGKILL}
 
 
-@pytest.mark.parametrize("how", ["done", "terminated", "interrupted", *OWN_WORDS])
+@pytest.mark.parametrize("how", ["done", *SENT, *OWN_WORDS])
 def test_the_processes_of_the_chips_end_together(how, tmp_path) -> None:
     job = started(how, tmp_path)
-    processes = pids(tmp_path, {"no chip": 1, "unplaced": 0}.get(how, 2)) if how != "no chip" else []
+    processes = pids(tmp_path, 2) if how not in ("no chip", "unplaced") else []
     if how == "killed":
         os.kill(processes[1], signal.SIGKILL)
-    elif how in ("terminated", "interrupted"):
-        job.send_signal(signal.SIGTERM if how == "terminated" else signal.SIGINT)
+    elif how in SENT:
+        job.send_signal(SENT[how])
     begun = time.monotonic()
     _, words = job.communicate(timeout=120)
     assert time.monotonic() - begun < 60

@@ -107,7 +107,7 @@ def test_it_goes_on_on_one_device(tmp_path, cache_dir, student, divided, alone) 
     is_same(ranks.outcome(run_recovery(run, runtime, launch="resume"), runtime), alone["recover"], kl=False)
 
 
-def test_memory_that_torch_xla_does_not_count_is_not_taken_for_the_hosts(cache_dir) -> None:
+def test_memory_that_torch_xla_does_not_count_is_not_taken_for_the_hosts() -> None:
     """What a model that is divided among chips leaves free of each must not come out as hundreds of gigabytes."""
     found = run_program("memory")
     assert found["cpu"] > 0 == found["tpu"]

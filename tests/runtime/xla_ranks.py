@@ -44,7 +44,9 @@ class ThreadControl:
     def agree(self, digest: bytes) -> bool:
         self._digests[threading.get_ident()] = digest
         self.barrier("agree")
-        return len(set(self._digests.values())) == 1
+        agreed = len(set(self._digests.values())) == 1
+        self.barrier("agreed")  # before anybody asks again
+        return agreed
 
 
 class ThreadRank(ChipsRuntime):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -13,6 +12,7 @@ from typing import Any
 
 from qat_lora.config import ExecutionConfig, PlaceConfig, QatRun
 from qat_lora.runtime import Runtime, runtime_for
+from qat_lora.train.checkpoint import load_checkpoint
 from qat_lora.train.run import run_qat, run_recovery
 from tests.runtime import ranks
 
@@ -55,8 +55,12 @@ def resumed(folder: str, stage: str, cache: str, student: str, shard: str, layer
     """That run, cut off after ten steps and gone on with."""
     runtime = runtime_for(PlaceConfig(device="tpu", dtype="fp32"), shard=shard)
     run = started(runtime, folder, stage, cache, student, shard, layers)
-    with contextlib.suppress(Stopped):
+    try:
         run(hooks=[StopAt10()])
+    except Stopped:
+        assert load_checkpoint(Path(folder) / "run" / "last.pt")["progress"]["step"] == 10
+    else:
+        raise AssertionError("it was not cut off")
     return found_of(run(launch="resume"), runtime)
 
 

@@ -61,7 +61,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path, state, loss) -> None:
 
 def test_weights_that_are_no_numbers_are_never_saved(state) -> None:
     saved: list[int] = []
-    hook = CheckpointHook(lambda s: saved.append(s.step), every=1)
+    hook = CheckpointHook(lambda s: saved.append(s.step), LocalRuntime("cpu"), every=1)
     hook.start(state)
     state.step = 1
     hook.after_step(state, info(1))
@@ -74,7 +74,7 @@ def test_weights_that_are_no_numbers_are_never_saved(state) -> None:
 
 def test_the_end_is_saved_once(state) -> None:
     saved: list[int] = []
-    hook = CheckpointHook(lambda s: saved.append(s.step), every=2)
+    hook = CheckpointHook(lambda s: saved.append(s.step), LocalRuntime("cpu"), every=2)
     hook.start(state)
     state.step = 2
     hook.after_step(state, info(2))
