@@ -72,14 +72,14 @@ def _on_chips(args: argparse.Namespace, argv: list[str]) -> int:
         )
     from qat_lora.runtime.xla_chips import launch
 
-    return launch(main, _without_chips(argv), chips=args.num_chips)
+    return launch(main, _of_one_rank(argv), chips=args.num_chips)
 
 
-def _without_chips(argv: list[str]) -> list[str]:
-    """The arguments of one rank."""
+def _of_one_rank(argv: list[str]) -> list[str]:
+    """The arguments of one rank, on torch_xla's device whatever `auto` would take."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--num-chips")
-    return parser.parse_known_args(argv)[1]
+    return [*parser.parse_known_args(argv)[1], "--device", "tpu"]
 
 
 def _cache(args: argparse.Namespace) -> None:

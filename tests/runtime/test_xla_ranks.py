@@ -164,6 +164,7 @@ def test_the_scripts_for_many_chips_run_on_the_one_that_is_there_and_refuse_more
     assert done.returncode == 0, done.stderr[-3000:]
     assert "effective batch: 2 rows x 2 micro-batches x 1 devices = 4 rows" in done.stderr
     assert done.stdout.count("held-out KL") == 1
+    assert "device xla:0" in done.stderr
     again = script("--max-steps", "2", launch="--resume")
     assert again.returncode == 0 and "resuming" in again.stderr, again.stderr[-3000:]
     for more, words in {
