@@ -116,3 +116,15 @@ def test_the_demo_in_short(tmp_path, capsys) -> None:
     printed = capsys.readouterr().out
     assert "fidelity.json" in printed and "exported" in printed
     run(f"demo --output {tmp_path}/demo --steps-factor 0.01 --rows-factor 0.02 {CPU}")  # made anew
+
+
+def test_a_cache_is_described_and_verified(tmp_path, teacher_dir, text_file, capsys) -> None:
+    run(f"cache --teacher {teacher_dir} --data {text_file} --seq-len 24 --top-k 16 --output {tmp_path}/cache {CPU}")
+    run(f"cache info {tmp_path}/cache --verify")
+    said = capsys.readouterr().out
+    for words in ("top 16", "complete", "kept mass", "bytes per token", "topk_ids", "every sha256 as recorded"):
+        assert words in said, words
+    (tmp_path / "cache" / "shard-00000.safetensors").write_bytes(b"other")
+    assert main(["cache", "info", f"{tmp_path}/cache", "--verify"]) == 2
+    assert main(["cache", "info", f"{tmp_path}/nowhere"]) == 2
+    assert capsys.readouterr().err.count("qat-lora: error: ") == 2
