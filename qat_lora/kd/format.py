@@ -24,7 +24,7 @@ import numpy as np
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from qat_lora.files import write_json
 
-SCHEMA = "qat_lora.kd_cache/1"
+SCHEMA = "qat_lora.kd_cache/2"
 MANIFEST_NAME = "manifest.json"
 SHARD_BYTES = 64 * 2**20  # small enough to hold twice while writing, large enough that a build has few files
 SHARD_KEY = "shard_of"  # the one metadata key of a shard file: "<identity digest>:<index>"
@@ -137,13 +137,23 @@ class CacheManifest:
         digest = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
         return f"{digest}:{index}"
 
+    @property
+    def id_bits(self) -> int:
+        """Bits of a stored id, as many as the vocabulary needs: ceil(log2 V)."""
+        return max(1, (self.vocab_size - 1).bit_length())
+
     def tensors(self, rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-        """Name -> (shape, dtype) of the tensors of a shard of so many rows."""
+        """Name -> (shape, dtype) of the tensors of a shard of so many rows: its fields with the ids in bytes."""
+        packed = -(-self.seq_len * self.top_k * self.id_bits // 8)
+        return {**self.fields(rows), "topk_ids": ((rows, packed), np.dtype(np.uint8))}
+
+    def fields(self, rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Name -> (shape, dtype) of what so many rows hold, as it is built and read."""
         t, k, n = self.seq_len, self.top_k, len(self.temperatures)
         return {
             "input_ids": ((rows, t), np.dtype(np.int32)),
             "lengths": ((rows,), np.dtype(np.int32)),
-            "topk_ids": ((rows, t, k), np.dtype(np.uint16 if self.vocab_size <= 65536 else np.int32)),
+            "topk_ids": ((rows, t, k), np.dtype(np.int64)),
             "topk_logprobs": ((rows, t, k), np.dtype(self.logprob_dtype)),
             "lse": ((rows, t, n), np.dtype(np.float32)),
             "tail": ((rows, t, n), np.dtype(np.float32)),

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from qat_lora.files import sha256_file
+from qat_lora.kd.codec import decoded
 from qat_lora.kd.format import CacheManifest
 from qat_lora.kd.parts import load_manifest, what_is_missing
 from qat_lora.kd.shards import MemoryShards, RowSource, ShardFiles, damaged, row_fractions
@@ -211,7 +212,7 @@ class KDCacheDataset(Dataset[Batch]):
         return chosen
 
     def _read(self, rows: np.ndarray[Any, Any]) -> Batch:
-        arrays = self._source.read(rows)
+        arrays = decoded(self.manifest, self._source.read(rows))
         arrays["length"] = arrays.pop("lengths")
         for name in ("input_ids", "topk_ids"):
             self._check_ids(name, arrays[name], rows)

@@ -103,7 +103,7 @@ def build_cache(
     done, total, own = writer.rows_done, writer.rows, writer.missing
     for index in own:
         rows = manifest.shard_rows(index)
-        arrays = {name: np.empty(shape, dtype) for name, (shape, dtype) in manifest.tensors(len(rows)).items()}
+        arrays = {name: np.empty(shape, dtype) for name, (shape, dtype) in manifest.fields(len(rows)).items()}
         arrays["input_ids"][:] = blocks.input_ids_RT[rows.start : rows.stop].numpy()
         arrays["lengths"][:] = blocks.lengths_R[rows.start : rows.stop].numpy()
         for first in range(0, len(rows), batch_size):

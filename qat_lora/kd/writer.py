@@ -19,6 +19,7 @@ from safetensors.numpy import save as to_safetensors
 
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from qat_lora.files import check_writable, write_atomically
+from qat_lora.kd.codec import encoded
 from qat_lora.kd.format import (
     MANIFEST_NAME,
     SHARD_KEY,
@@ -89,14 +90,14 @@ class CacheWriter:
         """Rows of the shards that will be in this writer's own record in the end."""
         return self.rows_done + sum(len(self.manifest.shard_rows(index)) for index in self.missing)
 
-    def write_shard(self, index: int, tensors: Arrays) -> None:
-        """Write the tensors of shard `index`, which must be one of `missing`, and record it."""
+    def write_shard(self, index: int, fields: Arrays) -> None:
+        """Write the fields of shard `index`, which must be one of `missing`, and record it."""
         if index not in self.missing:
             raise ValueError(f"shard {index} is not this writer's: it lacks {self.missing}")
         rows = len(self.manifest.shard_rows(index))
-        _check_tensors(self.manifest, rows, tensors)
+        _check_fields(self.manifest, rows, fields)
         data = to_safetensors(
-            {name: np.ascontiguousarray(x) for name, x in tensors.items()},
+            {name: np.ascontiguousarray(x) for name, x in encoded(self.manifest, fields).items()},
             metadata={SHARD_KEY: self.manifest.shard_tag(index)},
         )
         write_atomically(self.directory / shard_name(index), lambda stream: stream.write(data))
@@ -199,10 +200,13 @@ class CacheWriter:
                 path.unlink(missing_ok=True)
 
 
-def _check_tensors(manifest: CacheManifest, rows: int, tensors: Arrays) -> None:
-    wanted = manifest.tensors(rows)
-    if set(tensors) != set(wanted):
-        raise ValueError(f"a shard needs the tensors {sorted(wanted)}, got {sorted(tensors)}")
+def _check_fields(manifest: CacheManifest, rows: int, fields: Arrays) -> None:
+    wanted = manifest.fields(rows)
+    if set(fields) != set(wanted):
+        raise ValueError(f"a shard needs the fields {sorted(wanted)}, got {sorted(fields)}")
     for name, (shape, dtype) in wanted.items():
-        if tensors[name].shape != shape or tensors[name].dtype != dtype:
-            raise ValueError(f"{name} must be {dtype} {shape}, got {tensors[name].dtype} {tensors[name].shape}")
+        if fields[name].shape != shape or fields[name].dtype != dtype:
+            raise ValueError(f"{name} must be {dtype} {shape}, got {fields[name].dtype} {fields[name].shape}")
+    ids = fields["topk_ids"]
+    if ids.min() < 0 or ids.max() >= manifest.vocab_size:
+        raise ValueError(f"topk_ids must lie in 0..{manifest.vocab_size - 1}, got {ids.min()}..{ids.max()}")

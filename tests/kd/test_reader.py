@@ -14,8 +14,9 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
-from qat_lora.kd import KDCacheDataset, position_mask
+from qat_lora.kd import KDCacheDataset, load_manifest, position_mask
 from qat_lora.kd import shards as shards_module
+from qat_lora.kd.codec import decoded, encoded
 from tests.kd.conftest import SEQ_LEN, VOCAB, TinyTeacher, blocks_of, build
 
 
@@ -238,10 +239,10 @@ def test_a_manifest_that_is_no_manifest(cache, text):
 
 def test_a_manifest_of_another_schema_or_with_fields_missing(cache):
     edit_manifest(cache, schema="qat_lora.kd_cache/0")
-    assert "'qat_lora.kd_cache/0', but this version reads 'qat_lora.kd_cache/1'" in message(cache, CacheMismatch)
+    assert "'qat_lora.kd_cache/0', but this version reads 'qat_lora.kd_cache/2'" in message(cache, CacheMismatch)
     data = json.loads((cache / "manifest.json").read_text())
     del data["teacher_digest"]
-    (cache / "manifest.json").write_text(json.dumps({**data, "schema": "qat_lora.kd_cache/1"}))
+    (cache / "manifest.json").write_text(json.dumps({**data, "schema": "qat_lora.kd_cache/2"}))
     assert "damaged" in message(cache)
 
 
@@ -305,8 +306,10 @@ def test_ids_beyond_the_vocabulary(cache, name, value, preload):
     with shards_module.safe_open(path, framework="np") as f:
         tag = f.metadata()
     arrays = {k: v.copy() for k, v in load_file(path).items()}
-    arrays[name].reshape(3, -1)[1, 2] = value
-    save_file(arrays, path, metadata=tag)
+    manifest = load_manifest(cache)
+    fields = decoded(manifest, arrays)
+    fields[name].reshape(3, -1)[1, 2] = value
+    save_file(encoded(manifest, fields), path, metadata=tag)
     data = json.loads((cache / "manifest.json").read_text())
     data["shards"][1]["sha256"] = shards_module.hashlib.sha256(path.read_bytes()).hexdigest()
     edit_manifest(cache, shards=data["shards"])

@@ -150,12 +150,14 @@ def test_a_directory_that_cannot_be_made_or_written_is_one_clear_error(tmp_path)
 
 def test_a_shard_of_wrong_shape_or_dtype_or_that_is_there_is_refused(tmp_path):
     writer = CacheWriter(tmp_path, manifest_of(blocks_of(7)))
-    good = {name: np.zeros(shape, dtype) for name, (shape, dtype) in writer.manifest.tensors(3).items()}
+    good = {name: np.zeros(shape, dtype) for name, (shape, dtype) in writer.manifest.fields(3).items()}
     with pytest.raises(ValueError, match="shard 3 is not this writer's"):
         writer.write_shard(3, good)
     with pytest.raises(ValueError, match="lse must be float32"):
         writer.write_shard(0, {**good, "lse": good["lse"].astype(np.float64)})
-    with pytest.raises(ValueError, match="needs the tensors"):
+    with pytest.raises(ValueError, match="topk_ids must lie in 0..28, got 0..29"):
+        writer.write_shard(0, {**good, "topk_ids": good["topk_ids"] + (np.arange(4) == 3) * 29})
+    with pytest.raises(ValueError, match="needs the fields"):
         writer.write_shard(0, {"lse": good["lse"]})
     with pytest.raises(ValueError, match="still missing"):
         writer.finish()
@@ -180,12 +182,12 @@ def test_the_temperature_one_is_always_stored_and_first():
     assert manifest_of(blocks_of(2), temperatures=()).temperatures == (1.0,)
 
 
-def test_ids_take_two_bytes_where_the_vocabulary_allows_and_shards_have_a_bounded_size():
-    small, large = (manifest_of(blocks_of(2), vocab_size=v, rows_per_shard=0) for v in (65536, 65537))
-    assert small.tensors(1)["topk_ids"][1] == np.uint16
-    assert large.tensors(1)["topk_ids"][1] == np.int32
-    assert large.bytes_per_row - small.bytes_per_row == 5 * 4 * 2
-    assert SHARD_BYTES - small.bytes_per_row < small.rows_per_shard * small.bytes_per_row <= SHARD_BYTES
+@pytest.mark.parametrize(("vocab_size", "bits"), [(2, 1), (29, 5), (32, 5), (33, 6), (65536, 16), (151936, 18)])
+def test_ids_take_the_bits_that_the_vocabulary_needs_and_shards_have_a_bounded_size(vocab_size, bits):
+    manifest = manifest_of(blocks_of(2), vocab_size=vocab_size, top_k=2, rows_per_shard=0)
+    assert manifest.id_bits == bits
+    assert manifest.tensors(3)["topk_ids"] == ((3, -(-5 * 2 * bits // 8)), np.dtype(np.uint8))
+    assert SHARD_BYTES - manifest.bytes_per_row < manifest.rows_per_shard * manifest.bytes_per_row <= SHARD_BYTES
 
 
 @pytest.mark.parametrize(
