@@ -1,4 +1,4 @@
-"""A decoder's list of layers: which it is; one that is run as one: whether its layers are alike, and the list itself.
+"""A decoder's list of layers: where it is, whether its layers are alike, and the list that runs them as one.
 
 Knows nothing of transformers but that a trunk loops over a list of layers, sliced or not, and calls each with the
 hidden states and keywords.

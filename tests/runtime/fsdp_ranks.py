@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -22,22 +21,11 @@ from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.train.hooks import CheckpointHook
 from qat_lora.train.run import run_qat, run_recovery
 from qat_lora.train.state import TrainState
-from tests.runtime.ranks import outcome, settings
+from tests.runtime.ranks import KillAt7, outcome, settings
 
 
 def train(folder: str, stage: str, cache: str, student: str, launch: str, checkpointing: str) -> dict:
     """A whole run, or the rest of one; with `launch` killed, rank 1 is killed after step 7, two after a checkpoint."""
-
-    class KillAt7:
-        every = 7
-
-        def start(self, state): ...
-
-        def after_step(self, state, info):
-            if os.environ["RANK"] == "1":
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        def end(self, state): ...
 
     runtime = _runtime()
     run = settings(stage, Path(cache), Path(folder) / "run", Path(student), runtime.world_size)

@@ -29,10 +29,10 @@ def run_program(
     name: str, *arguments: object, module: str = __name__, cwd: Path = ROOT, **environment: str
 ) -> dict[str, Any]:
     """Run a program of a module in a process of its own, on PJRT's CPU, and return what it printed last."""
-    settings = os.environ | {"PJRT_DEVICE": "CPU", "PYTHONPATH": str(ROOT)} | environment
+    settings = os.environ | {"PJRT_DEVICE": "CPU", "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"} | environment
     command = [sys.executable, "-m", module, name, *map(str, arguments)]
     done = subprocess.run(command, env=settings, capture_output=True, text=True, cwd=cwd, timeout=600)
-    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
+    assert done.returncode == 0, f"exit code {done.returncode}: {done.stdout[-500:]}{done.stderr[-6000:]}"
     return json.loads(done.stdout.splitlines()[-1])
 
 

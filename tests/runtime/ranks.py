@@ -58,19 +58,22 @@ def train(folder: str, stage: str, cache: str, student: str) -> dict:
     return outcome(run_qat(run, runtime) if isinstance(run, QatRun) else run_recovery(run, runtime), runtime)
 
 
+class KillAt7:
+    """Kills rank 1 in the middle of a run: two steps after a checkpoint."""
+
+    every = 7
+
+    def start(self, state): ...
+
+    def after_step(self, state, info):
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def end(self, state): ...
+
+
 def killed(folder: str, cache: str, student: str) -> dict:
     """The run of `train`, but that rank 1 is killed in the middle of step 7: two after a checkpoint."""
-
-    class KillAt7:
-        every = 7
-
-        def start(self, state): ...
-
-        def after_step(self, state, info):
-            if os.environ["RANK"] == "1":
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        def end(self, state): ...
 
     runtime = runtime_for(PlaceConfig(device="cpu", barrier_timeout=60), many=True)
     run = settings("recover", Path(cache), Path(folder) / "run", Path(student), runtime.world_size)

@@ -51,23 +51,6 @@ def under_torchrun(world_size: int, *words: object) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.fixture(scope="module")
-def student(cache_dir, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("student")
-    return run_qat(qat_run(cache_dir, folder, loop={"max_steps": 3}), LocalRuntime("cpu")).best
-
-
-@pytest.fixture(scope="module")
-def alone(cache_dir, tmp_path_factory, student) -> dict[str, dict]:
-    """What one device makes of the whole batch."""
-    runtime = LocalRuntime("cpu")
-    found = {}
-    for stage, function in (("qat", run_qat), ("recover", run_recovery)):
-        run = ranks.settings(stage, cache_dir, tmp_path_factory.mktemp(stage), student, 1)
-        found[stage] = ranks.outcome(function(run, runtime), runtime)
-    return found
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("stage", ["qat", "recover"])
 def test_ranks_hold_equal_bits_and_what_one_device_would_hold(

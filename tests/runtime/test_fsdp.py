@@ -17,7 +17,6 @@ from qat_lora.runtime import LocalRuntime
 from qat_lora.train.checkpoint import load_checkpoint
 from qat_lora.train.run import run_qat, run_recovery
 from qat_lora.train.student import load_student
-from tests.conftest import qat_run
 from tests.runtime import ranks
 from tests.runtime.fsdp_ranks import Blocks
 from tests.runtime.test_distributed import found_in, under_torchrun
@@ -37,12 +36,6 @@ def torchrun(world_size: int, folder: Path, *words: object) -> list[dict[str, An
     done = launched(world_size, folder, *words)
     assert done.returncode == 0, done.stderr[-3000:]
     return found_in(folder)
-
-
-@pytest.fixture(scope="module")
-def student(cache_dir, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("student")
-    return run_qat(qat_run(cache_dir, folder, loop={"max_steps": 3}), LocalRuntime("cpu")).best
 
 
 @pytest.fixture(scope="module", params=STAGES)

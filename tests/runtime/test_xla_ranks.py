@@ -17,8 +17,7 @@ import pytest
 
 from qat_lora.errors import QatLoraError
 from qat_lora.runtime import LocalRuntime, xla_chips
-from qat_lora.train.run import run_qat, run_recovery
-from tests.conftest import qat_run
+from qat_lora.train.run import run_recovery
 from tests.runtime import programs, ranks
 from tests.runtime.test_xla_spmd import left_at_15
 
@@ -30,34 +29,27 @@ TWO_DEVICES = {"CPU_NUM_DEVICES": "2", "PJRT_CPU_ASYNC_CLIENT": "0", "XLA_THREAD
 run_program = functools.partial(programs.run_program, module="tests.runtime.xla_ranks")
 
 
-@pytest.fixture(scope="module")
-def student(cache_dir, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("student")
-    return run_qat(qat_run(cache_dir, folder, loop={"max_steps": 3}), LocalRuntime("cpu")).best
-
-
 @pytest.mark.parametrize(("stage", "sync"), [("recover", "phase"), ("qat", "step"), ("recover", "optimizer")])
-def test_two_devices_hold_equal_bits_and_what_one_cpu_would_hold(stage, sync, tmp_path, cache_dir, student) -> None:
+def test_two_devices_hold_equal_bits_and_what_one_cpu_would_hold(
+    stage, sync, tmp_path, cache_dir, student, alone
+) -> None:
     """20 steps with accumulation 2, clipping that clips, anchor rows, averages, evaluations; --max-recompiles 0."""
     first, second = run_program("train", tmp_path, stage, cache_dir, student, sync, **TWO_DEVICES)
     assert [first["rank"], second["rank"]] == [0, 1]
     for part in ("trained", "ema", "losses", "kl", "grad_norms"):
         assert second[part] == first[part], part
-    run = ranks.settings(stage, cache_dir, tmp_path / "alone", student, 1)
-    runtime = LocalRuntime("cpu")
-    alone = ranks.outcome((run_qat if stage == "qat" else run_recovery)(run, runtime), runtime)
     for part in ("losses", "grad_norms", "kl"):  # 4.3e-7 of a norm seen
-        assert first[part] == pytest.approx(alone[part], rel=1e-5), part
-    for name, values in alone["trained"].items():  # 1e-5 of an adapter's largest entry seen
+        assert first[part] == pytest.approx(alone[stage][part], rel=1e-5), part
+    for name, values in alone[stage]["trained"].items():  # 1e-5 of an adapter's largest entry seen
         assert first["trained"][name] == pytest.approx(values, abs=1e-3 * max(map(abs, values))), name
-    parameters = sum(len(values) for values in alone["trained"].values())
+    parameters = sum(len(values) for values in alone[stage]["trained"].values())
     assert first["reduced_bytes"] == ranks.STEPS * 4 * parameters, "gradients of what is trained, once per step"
     if (stage, sync) == ("recover", "phase"):  # and one device goes on where two were
         folder = left_at_15(tmp_path / "run", tmp_path / "resumed")
-        run = ranks.settings(stage, cache_dir, folder, student, 1)
+        run, runtime = ranks.settings(stage, cache_dir, folder, student, 1), LocalRuntime("cpu")
         resumed = ranks.outcome(run_recovery(run, runtime, launch="resume"), runtime)
-        assert resumed["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-        for name, values in alone["trained"].items():
+        assert resumed["losses"] == pytest.approx(alone[stage]["losses"], rel=1e-5)
+        for name, values in alone[stage]["trained"].items():
             assert resumed["trained"][name] == pytest.approx(values, abs=1e-3 * max(map(abs, values))), name
 
 

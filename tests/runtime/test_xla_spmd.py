@@ -14,9 +14,8 @@ import pytest
 from qat_lora import models
 from qat_lora.runtime import LocalRuntime
 from qat_lora.train.checkpoint import load_checkpoint
-from qat_lora.train.run import run_qat, run_recovery
+from qat_lora.train.run import run_recovery
 from qat_lora.train.student import load_student
-from tests.conftest import qat_run
 from tests.runtime import programs, ranks
 from tests.runtime.xla_spmd import CHUNK_TOKENS
 
@@ -26,23 +25,6 @@ pytestmark = [
 ]
 DEVICES = 4
 run_program = functools.partial(programs.run_program, module="tests.runtime.xla_spmd", CPU_NUM_DEVICES=str(DEVICES))
-
-
-@pytest.fixture(scope="module")
-def student(cache_dir, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("student")
-    return run_qat(qat_run(cache_dir, folder, loop={"max_steps": 3}), LocalRuntime("cpu")).best
-
-
-@pytest.fixture(scope="module")
-def alone(cache_dir, tmp_path_factory, student) -> dict[str, dict[str, Any]]:
-    """What one CPU makes of the whole batch."""
-    runtime = LocalRuntime("cpu")
-    found = {}
-    for stage, function in (("qat", run_qat), ("recover", run_recovery)):
-        run = ranks.settings(stage, cache_dir, tmp_path_factory.mktemp(stage), student, 1)
-        found[stage] = ranks.outcome(function(run, runtime), runtime)
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,9 @@
 
 python -m tests.runtime.xla_ranks NAME ARGUMENTS...        prints one line of JSON, a list over ranks
 
-On a TPU each rank is a process. What is different here is in `ThreadRank` alone: a lock round every cut, since each
-thread would compile its own graph; barriers of threads; and set-up under the lock, since torch's random numbers and
-some switches are the process's. The step, the loop, the sums and the runs are the real ones.
+On a TPU each rank is a process. What is different here is in `ThreadRank` alone: ranks take turns, since torch_xla is
+not made for threads that trace at once (it was seen to crash), and each would compile its own graph; a rank that waits
+lets the next one go on. The step, the loop, the sums and the runs are the real ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,20 @@ from torch import nn
 
 from qat_lora.config import ExecutionConfig, QatRun
 from qat_lora.runtime.xla_chips import ChipsRuntime
-from qat_lora.train import run as whole_runs
+from qat_lora.train.run import run_qat, run_recovery
 from tests.runtime import ranks
 
-LOCK = threading.RLock()
+TURN = threading.Lock()
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Let another rank go on within the block."""
+    TURN.release()
+    try:
+        yield
+    finally:
+        TURN.acquire()
 
 
 class ThreadControl:
@@ -39,7 +49,8 @@ class ThreadControl:
         self._digests: dict[int, bytes] = {}
 
     def barrier(self, tag: str) -> None:
-        self._barrier.wait(timeout=120)
+        with waiting():
+            self._barrier.wait(timeout=120)
 
     def agree(self, digest: bytes) -> bool:
         self._digests[threading.get_ident()] = digest
@@ -55,29 +66,21 @@ class ThreadRank(ChipsRuntime):
     shared: dict[str, ThreadControl] = {}
 
     def _joined(self, barrier_timeout: int) -> ThreadControl:
-        with LOCK:
-            return self.shared.setdefault("control", ThreadControl(self.world_size))
+        return self.shared.setdefault("control", ThreadControl(self.world_size))
 
     def _execute(self, *, wait: bool) -> None:
-        self._wait()  # a cut waits for the one before it, which waits for the other rank
-        with LOCK:
-            self._xla.sync()
+        self._xla.sync()
+        self._wait()  # for the other rank, too, which it does not do while it reads a value
 
     def _wait(self) -> None:
-        self._xm.wait_device_ops(self._xm.xla_real_devices([self.device]))
+        with waiting():
+            self._xm.wait_device_ops(self._xm.xla_real_devices([self.device]))
 
     def synchronize(self) -> None:
         self._wait()
         due, self._later = self._later, []
         for fn, tensors in due:
             fn(*(t.item() for t in tensors))
-
-    def place(self, model: nn.Module) -> nn.Module:
-        with LOCK:
-            return super().place(model)
-
-    def first(self, tag: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # set-up is under the lock
 
     def wrap_loader(self, loader):
         return (self.to_device(batch) for batch in loader)  # torch_xla's own cuts the graph by itself
@@ -89,7 +92,8 @@ def on_every_device(rank_program: Callable[[], Any]) -> list[Any]:
 
     def guarded() -> Any:
         try:
-            return rank_program()
+            with TURN:
+                return rank_program()
         except BaseException:
             traceback.print_exc()
             os._exit(3)
@@ -100,28 +104,14 @@ def on_every_device(rank_program: Callable[[], Any]) -> list[Any]:
 
 def train(folder: str, stage: str, cache: str, student: str, sync: str = "phase") -> list[Any]:
     """The run of `tests.runtime.ranks.train`, on all XLA devices, with --max-recompiles 0."""
-    check, remove = whole_runs._check_ranks_agree, whole_runs.remove_run
-
-    def unlocked_check(*args: Any) -> None:
-        LOCK.release()
-        check(*args)
-
-    def remove_after_cut(folder: Path, runtime: Any) -> None:
-        runtime.mark_step("set-up")  # threads that trace set-up and a forward at once were seen to crash
-        runtime.barrier("set-up")
-        remove(folder, runtime)
-
-    whole_runs._check_ranks_agree, whole_runs.remove_run = unlocked_check, remove_after_cut
 
     def rank_program() -> dict[str, Any]:
         runtime = ThreadRank(dtype="fp32", sync=sync)
         run = ranks.settings(stage, Path(cache), Path(folder) / "run", Path(student), runtime.world_size)
         run = dataclasses.replace(run, execution=ExecutionConfig(sync=sync, max_recompiles=0))
-        LOCK.acquire()
-        result = (whole_runs.run_qat if isinstance(run, QatRun) else whole_runs.run_recovery)(run, runtime)
+        result = run_qat(run, runtime) if isinstance(run, QatRun) else run_recovery(run, runtime)
         runtime.synchronize()
-        with LOCK:
-            return ranks.outcome(result, runtime)
+        return ranks.outcome(result, runtime)
 
     return on_every_device(rank_program)
 
