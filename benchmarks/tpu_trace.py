@@ -263,7 +263,7 @@ def _manifest(case: Case) -> CacheManifest:
         source="blank",
         source_digest="",
         temperatures=(case.kd.temperature,),
-        logprob_dtype="float16",
+        logprob_bits=16,
         rows_per_shard=case.batch_size,
     )
 

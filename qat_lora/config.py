@@ -24,6 +24,7 @@ ScaleDtype = Literal["float16", "bfloat16", "float32"]
 Device = Literal["auto", "cpu", "cuda", "mps", "tpu"]
 Dtype = Literal["auto", "fp32", "bf16"]
 Support = Literal["full", "candidates"]
+Store = Literal["topk", "sampled", "full"]
 Anneal = Literal["none", "linear", "cosine"]
 Trainable = Literal["weights", "scales", "luts"]
 Sync = Literal["phase", "step", "optimizer"]
@@ -217,21 +218,29 @@ class CacheRun:
     data: str = setting("embedded:train", ".txt, .jsonl, a folder, hf:dataset[:config][:split] or embedded:train|eval")
     output: Path = setting(Path("caches/embedded"), "folder of the new cache; a half-built one is resumed")
     seq_len: int = setting(128, "tokens per row")
-    top_k: int = setting(64, "teacher candidates per position")
+    store: Store = setting(
+        "topk", "top-k and the mass of the rest; unbiased draws from the teacher; or all its logits, for tests"
+    )
+    top_k: int = setting(64, "teacher candidates per position, with --store topk")
+    logprob_bits: int = setting(5, "of a candidate's log-probability: 4 to 8 on a grid, 16 or 32 as a float")
+    samples: int = setting(50, "draws per position, with --store sampled; about a fourth are distinct")
+    proposal_temperature: float = setting(1.0, "at which tokens are drawn; other than 1 takes weights, 0.8 to 1.2 help")
+    sampling_seed: int = setting(0, "of the draws")
     temperatures: tuple[float, ...] = setting((1.0,), "temperatures that the cache can serve")
     max_rows: int = setting(0, "rows at most; 0 takes the whole text")
     rows_per_shard: int = setting(256, "rows per shard file")
     build_batch_size: int = setting(8, "rows per teacher forward", "--batch-size")
-    logprob_dtype: Literal["float16", "float32"] = setting("float16", "how log-probabilities are stored")
     part: str = setting("", "i/n, from 1/n to n/n: build one of n parts, which copied into one folder are the cache")
     place: PlaceConfig = PlaceConfig()
 
     def __post_init__(self) -> None:
         check_choices(self)
-        for name in ("top_k", "rows_per_shard", "build_batch_size"):
+        for name in ("top_k", "samples", "rows_per_shard", "build_batch_size"):
             check_range(self, name, at_least=1)
         check_range(self, "seq_len", at_least=2)
         check_range(self, "max_rows", at_least=0)
+        check_range(self, "proposal_temperature", above=0.0)
+        check_range(self, "sampling_seed", at_least=0)
         if not self.temperatures or any(not 0 < t < math.inf for t in self.temperatures):
             raise ConfigError(f"temperatures must be positive, but temperatures={self.temperatures}; use 1.0.")
         number, count = self.part_of

@@ -66,7 +66,7 @@ def other_teacher_dir(tmp_path_factory: pytest.TempPathFactory, text_file: Path)
 def cache_dir(tmp_path_factory: pytest.TempPathFactory, teacher_dir: Path, text_file: Path) -> Path:
     """The whole vocabulary of the tiny teacher in float32, at two temperatures."""
     folder = tmp_path_factory.mktemp("caches") / "tiny"
-    commands.cache(cache_run(teacher_dir, text_file, folder, top_k=VOCAB, logprob_dtype="float32"))
+    commands.cache(cache_run(teacher_dir, text_file, folder, top_k=VOCAB, logprob_bits=32))
     return folder
 
 

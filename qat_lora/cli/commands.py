@@ -94,12 +94,16 @@ def _manifest(run: CacheRun, identity: models.Identity, blocks: Blocks) -> Cache
         tokenizer_digest=identity.tokenizer,
         vocab_size=identity.vocab_size,
         seq_len=run.seq_len,
-        top_k=run.top_k,
         rows=len(blocks.input_ids_RT),
         source=run.data,
         source_digest=blocks.digest(),
+        store=run.store,
         temperatures=run.temperatures,
-        logprob_dtype=run.logprob_dtype,
+        top_k=run.top_k,
+        logprob_bits=run.logprob_bits,
+        samples=run.samples,
+        proposal_temperature=run.proposal_temperature,
+        sampling_seed=run.sampling_seed,
         rows_per_shard=run.rows_per_shard,
     )
 

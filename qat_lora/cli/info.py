@@ -6,22 +6,23 @@ from pathlib import Path
 
 from rich.table import Table
 
-from qat_lora.kd import CacheSummary
+from qat_lora.kd import CacheManifest, CacheSummary
 
 
 def cache_table(directory: Path, summary: CacheSummary) -> Table:
     """What `qat-lora cache info` prints: one line per fact."""
     manifest = summary.manifest
     table = Table(title=str(directory), show_header=False, title_justify="left")
+    of_how_many = ", on average" if manifest.store == "sampled" else f" ({summary.rows_read:,} rows read)"
     state = "complete" if manifest.complete else f"unfinished: {len(manifest.shards)} of {manifest.shard_count} shards"
     facts = {
         "teacher": f"{manifest.teacher} (weights {manifest.teacher_digest[:12]}, V = {manifest.vocab_size:,})",
         "source": f"{manifest.source} (rows {manifest.source_digest[:12]})",
         "rows": f"{summary.rows:,} of {manifest.rows:,}, of {manifest.seq_len} tokens; {summary.tokens:,} valid tokens",
         "state": state,
-        "stored": f"top {manifest.top_k}, {manifest.logprob_dtype}, T = {', '.join(map(str, manifest.temperatures))}",
-        "kept mass": f"{summary.kept_mass:.5f} of the teacher's probability ({summary.rows_read:,} rows read)",
-        "entropy": f"{summary.entropy:.3f} nats per token at least",
+        "stored": f"{manifest.kept}, {_how(manifest)}; T = {', '.join(map(str, manifest.temperatures))}",
+        "kept mass": f"{summary.kept_mass:.5f} of the teacher's probability{of_how_many}",
+        "entropy": f"{summary.entropy:.3f} nats per token{' at least' if manifest.store == 'topk' else ''}",
         "on disk": f"{summary.bytes_on_disk / 1e6:,.1f} MB in {len(manifest.shards)} shards",
         "bytes per token": f"{sum(summary.bytes_per_token.values()):.1f}",
     }
@@ -30,3 +31,11 @@ def cache_table(directory: Path, summary: CacheSummary) -> Table:
     for name, size in summary.bytes_per_token.items():
         table.add_row(f"  {name}", f"{size:.2f}")
     return table
+
+
+def _how(manifest: CacheManifest) -> str:
+    if manifest.store == "topk":
+        return f"log-probabilities in {manifest.logprob_bits} bits"
+    if manifest.store == "sampled":
+        return f"drawn at T = {manifest.proposal_temperature:g} with seed {manifest.sampling_seed}"
+    return "float32"

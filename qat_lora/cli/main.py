@@ -103,7 +103,7 @@ def _cache(args: argparse.Namespace) -> None:
     manifest = commands.cache(run)
     if not IS_FIRST_RANK:
         return
-    what = f"rows of {manifest.seq_len} tokens, top {manifest.top_k}"
+    what = f"rows of {manifest.seq_len} tokens, {manifest.kept}"
     if run.part_of == (1, 1):
         print(f"{run.output}: {manifest.rows} {what}")
         return

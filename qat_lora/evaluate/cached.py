@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from qat_lora.evaluate.forward import hidden_and_head
-from qat_lora.kd import CacheManifest, SparseTarget, chunked_head_loss, position_mask, sparse_kl, targets
+from qat_lora.kd import CacheManifest, Target, chunked_head_loss, distillation, position_mask, targets
 from qat_lora.runtime import Runtime
 
 
@@ -21,10 +22,11 @@ def cached_kl(
     runtime: Runtime,
     chunk_tokens: int,
 ) -> float:
-    """Mean KL(teacher || student) in nats per token at T = 1, the teacher's tail as one bucket, over all positions.
+    """Mean KL(teacher || student) in nats per token at T = 1 over all positions.
 
-    A lower bound of the full KL, equal to it where the cache holds the whole vocabulary. Leaves the model's mode as
-    it was and uses no random numbers.
+    With candidates, the teacher's tail is one bucket: a lower bound of the full KL, equal to it where the cache holds
+    the whole vocabulary. With draws, an estimate without bias. Leaves the model's mode as it was and uses no random
+    numbers.
     """
     was_training = model.training
     model.eval()
@@ -37,10 +39,10 @@ def cached_kl(
         total = total + chunked_head_loss(
             hidden_SH,
             head,
-            _chunk_kl,
+            functools.partial(_chunk_kl, kind=type(target)),
             (*target, mask_S),
             chunk_tokens=chunk_tokens,
-            picked_ids_SJ=target.ids_SK if runtime.static_graph else None,
+            picked_ids_SJ=target[0] if runtime.static_graph and manifest.store != "full" else None,
             loop=runtime.loop,
         )
         count = count + mask_S.sum()
@@ -52,7 +54,6 @@ def cached_kl(
     return mean.item()
 
 
-def _chunk_kl(
-    logits_CV: Tensor, ids_CK: Tensor, logprobs_CK: Tensor, mask_C: Tensor, picked: Tensor | None = None
-) -> Tensor:
-    return sparse_kl(logits_CV, SparseTarget(ids_CK, logprobs_CK), mask_C, temperature=1.0, picked_SK=picked).total
+def _chunk_kl(logits_CV: Tensor, *given: Tensor, kind: type[Target], picked: Tensor | None = None) -> Tensor:
+    *of_teacher, mask_C = given
+    return distillation(logits_CV, kind(*of_teacher), mask_C, temperature=1.0, picked=picked).total

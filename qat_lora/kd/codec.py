@@ -1,9 +1,10 @@
 """Between the fields of a cache's rows and the tensors that a shard stores of them.
 
-Owns the encoding: ids in as many bits as the vocabulary needs; both ways are exact. What the tensors are called, and
-their shapes and dtypes, is `format`'s.
+Owns which encoding a field has: ids in as many bits as the vocabulary needs, log-probabilities on a grid (`gaps`),
+draws as runs (`draws`). Ids, draws and floats are exact both ways, but for draws behind the end of a row, which become
+0. What the tensors are called, and their shapes and dtypes, is `format`'s.
 
-Legend: R rows, T positions of a row, K candidates, N values, P bytes.
+Legend: R rows, T positions of a row, K candidates, N draws, m temperatures with ratios, P bytes.
 """
 
 from __future__ import annotations
@@ -12,60 +13,74 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from qat_lora.kd.format import Arrays, CacheManifest
+from qat_lora.kd.bits import pack, unpack
+from qat_lora.kd.draws import from_runs, run_ends, runs_of, to_runs
+from qat_lora.kd.format import GRID_BITS, Arrays, CacheManifest, ends_name
+from qat_lora.kd.gaps import from_gaps, to_gaps
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 def encoded(manifest: CacheManifest, fields: Arrays) -> dict[str, Array]:
-    """The tensors of `manifest.tensors` for the fields of some rows; ids [R, T, K] become bytes [R, P]."""
-    ids_RN = fields["topk_ids"].reshape(len(fields["topk_ids"]), -1)
-    return {**fields, "topk_ids": pack(ids_RN, manifest.id_bits)}
+    """The tensors of a shard, those of `manifest.tensors` and its streams, for the fields of some rows."""
+    found = dict(fields)
+    if manifest.store == "topk":
+        found["topk_ids"] = pack(_in_rows(fields["topk_ids"]), manifest.id_bits)
+        if manifest.logprob_bits in GRID_BITS:
+            codes, found["largest_gap"] = to_gaps(fields["topk_logprobs"], manifest.logprob_bits)
+            found["topk_logprobs"] = pack(_in_rows(codes), manifest.logprob_bits)
+    elif manifest.store == "sampled":
+        ids_RTN = _blank_padding(fields["draw_ids"], fields["lengths"])
+        found["draw_runs"], rows = to_runs(ids_RTN, manifest.id_bits)
+        found |= _stream("draw_ids", rows)
+        if manifest.weighed:
+            ends = run_ends(ids_RTN)
+            codes_RTNm = _blank_padding(fields["draw_ratios"], fields["lengths"])
+            rows = [codes_TNm[ends_TN].ravel() for codes_TNm, ends_TN in zip(codes_RTNm, ends, strict=True)]
+            found |= _stream("draw_ratios", rows)
+    return found
 
 
 def decoded(manifest: CacheManifest, tensors: Arrays) -> dict[str, Array]:
-    """The fields that `encoded` was given, ids as int64 [R, T, K]."""
-    count = manifest.seq_len * manifest.top_k
-    ids_RN = unpack(tensors["topk_ids"], manifest.id_bits, count).astype(np.int64)
-    return {**tensors, "topk_ids": ids_RN.reshape(-1, manifest.seq_len, manifest.top_k)}
+    """The fields that `encoded` was given; of `streams` [R, P] each row's bytes, filled up to the longest row's."""
+    found = {name: x for name, x in tensors.items() if name in manifest.fields(1)}
+    rows, length = found["input_ids"].shape
+    if manifest.store == "topk":
+        count = length * manifest.top_k
+        ids_RX = unpack(tensors["topk_ids"], manifest.id_bits, count).astype(np.int64)
+        found["topk_ids"] = ids_RX.reshape(rows, length, -1)
+        found["topk_logprobs"] = decoded_logprobs(manifest, tensors)
+    elif manifest.store == "sampled":
+        run_RX = runs_of(tensors["draw_runs"], length, manifest.samples)
+        ids_RX = from_runs(run_RX, tensors["draw_ids"], manifest.id_bits)
+        found["draw_ids"] = ids_RX.reshape(rows, length, -1)
+        if manifest.weighed:
+            codes_RXm = tensors["draw_ratios"].reshape(rows, -1, len(manifest.weighed))
+            codes = np.take_along_axis(codes_RXm, run_RX[..., None], axis=1)
+            found["draw_ratios"] = codes.reshape(rows, length, manifest.samples, -1)
+    return found
 
 
-def pack(values_RN: Array, bits: int) -> Array:
-    """Pack integers in 0..2^bits - 1 into bytes uint8 [R, P], 1 <= bits <= 32.
-
-    Value n of a row has the bits n * bits up to (n + 1) * bits of the row, the lowest first. Eight values fill `bits`
-    bytes exactly, so all groups of eight are shifted into place at once.
-    """
-    rows, count = values_RN.shape
-    groups = -(-count // 8)
-    padded = np.zeros((rows, groups * 8), np.uint64)
-    padded[:, :count] = values_RN
-    bytes_RGB = np.zeros((rows, groups, bits), np.uint8)
-    for place in range(8):
-        first, shift = divmod(place * bits, 8)
-        value_RG = padded[:, place::8] << np.uint64(shift)
-        for offset in range(_bytes_over(shift, bits)):
-            bytes_RGB[:, :, first + offset] |= (value_RG >> np.uint64(8 * offset)).astype(np.uint8)
-    return bytes_RGB.reshape(rows, -1)[:, : -(-count * bits // 8)].copy()
+def decoded_logprobs(manifest: CacheManifest, tensors: Arrays) -> Array:
+    """The log-probabilities [R, T, K] of candidates, from the tensors of some rows that have to do with them."""
+    stored, bits = tensors["topk_logprobs"], manifest.logprob_bits
+    if bits not in GRID_BITS:
+        return stored
+    codes_RX = unpack(stored, bits, manifest.seq_len * (manifest.top_k - 1))
+    codes = codes_RX.reshape(len(stored), manifest.seq_len, manifest.top_k - 1)
+    return from_gaps(codes, tensors["largest_gap"], bits, tensors["tail"][..., 0])
 
 
-def unpack(packed_RP: Array, bits: int, count: int) -> Array:
-    """The `count` values of each row that `pack` was given, uint64 [R, count]."""
-    rows, groups = len(packed_RP), -(-count // 8)
-    padded_RP = np.zeros((rows, groups * bits), np.uint8)
-    padded_RP[:, : packed_RP.shape[1]] = packed_RP
-    bytes_RGB = padded_RP.reshape(rows, groups, bits)
-    values_RN = np.empty((rows, groups * 8), np.uint64)
-    mask = np.uint64((1 << bits) - 1)
-    for place in range(8):
-        first, shift = divmod(place * bits, 8)
-        value_RG = np.zeros((rows, groups), np.uint64)
-        for offset in range(_bytes_over(shift, bits)):
-            value_RG |= bytes_RGB[:, :, first + offset].astype(np.uint64) << np.uint64(8 * offset)
-        values_RN[:, place::8] = (value_RG >> np.uint64(shift)) & mask
-    return values_RN[:, :count]
+def _in_rows(x: Array) -> Array:
+    """[R, ...] -> [R, values]."""
+    return x.reshape(len(x), int(np.prod(x.shape[1:])))
 
 
-def _bytes_over(shift: int, bits: int) -> int:
-    """Over how many bytes a value lies that begins at a bit `shift` of the first."""
-    return -(-(shift + bits) // 8)
+def _stream(name: str, rows: list[Array]) -> dict[str, Array]:
+    return {name: np.concatenate(rows), ends_name(name): np.cumsum([len(row) for row in rows], dtype=np.int64)}
+
+
+def _blank_padding(x: Array, lengths_R: Array) -> Array:
+    """Zeros behind the end of a row, where a teacher's words mean nothing and need not be kept."""
+    is_token_RT = np.arange(x.shape[1]) < lengths_R[:, None]
+    return np.where(is_token_RT.reshape(*is_token_RT.shape, *[1] * (x.ndim - 2)), x, 0)

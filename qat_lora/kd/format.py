@@ -4,7 +4,7 @@ Owns the schema. Does not own how rows are made (`teacher`), when they are writt
 of one cache become one (`parts`) or how rows are read (`reader`). `docs/kd_cache.md` describes the same format for
 people.
 
-Legend: R rows of a shard, T positions of a row, K candidates, n temperatures.
+Legend: R rows of a shard, T positions of a row, V vocabulary, K candidates, N draws, n temperatures.
 """
 
 from __future__ import annotations
@@ -17,19 +17,33 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import numpy as np
 
+from qat_lora.config import Store
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from qat_lora.files import write_json
 
-SCHEMA = "qat_lora.kd_cache/2"
+SCHEMA = "qat_lora.kd_cache/3"
 MANIFEST_NAME = "manifest.json"
 SHARD_BYTES = 64 * 2**20  # small enough to hold twice while writing, large enough that a build has few files
 SHARD_KEY = "shard_of"  # the one metadata key of a shard file: "<identity digest>:<index>"
 
+GRID_BITS = (4, 5, 6, 7, 8)  # of a log-probability; more are a float's own
+
 Arrays: TypeAlias = Mapping[str, "np.ndarray[Any, Any]"]
+Specs: TypeAlias = dict[str, tuple[tuple[int, ...], "np.dtype[Any]"]]
+
+
+# What concerns one store only: which, and what stands in its place elsewhere.
+_OF_STORE = {
+    "top_k": ("topk", 0),
+    "logprob_bits": ("topk", 0),
+    "samples": ("sampled", 0),
+    "proposal_temperature": ("sampled", 1.0),
+    "sampling_seed": ("sampled", 0),
+}
 
 
 @dataclass(frozen=True)
@@ -60,14 +74,18 @@ class CacheManifest:
         tokenizer_digest: digest of the tokenizer.
         vocab_size: V, the width of the teacher's logits.
         seq_len: T, tokens per row.
-        top_k: K, candidates stored per token.
-        temperatures: for which log-sum-exp and tail mass are stored; 1.0 always comes first.
-        logprob_dtype: how log-probabilities are stored.
         rows: rows of the finished cache.
-        rows_per_shard: rows of each shard, the last may hold fewer; 0 asks for what fits SHARD_BYTES.
         source: the text source as it was named; the digest decides.
         source_digest: digest of all token rows.
-        store: what is stored of the distribution.
+        store: what is kept of a distribution: its K most probable tokens and the mass of the rest; N draws from it;
+            or all logits, which only tests can afford.
+        temperatures: that the cache serves; 1.0 always comes first.
+        top_k: K, candidates per token; 0 where none are stored.
+        logprob_bits: of a candidate's log-probability: 4 to 8 on a grid (see `gaps`), 16 or 32 as a float.
+        samples: N, draws per token; 0 where none are stored.
+        proposal_temperature: at which tokens are drawn.
+        sampling_seed: of the draws.
+        rows_per_shard: rows of each shard, the last may hold fewer; 0 asks for what fits SHARD_BYTES.
         sorted: candidates are in descending order of probability.
         shards: those that are finished, by index; others may be missing between them.
         complete: all shards are there; in the record of a part, all of that part.
@@ -79,14 +97,17 @@ class CacheManifest:
     tokenizer_digest: str
     vocab_size: int
     seq_len: int
-    top_k: int
     rows: int
     source: str
     source_digest: str
+    store: Store = "topk"
     temperatures: tuple[float, ...] = (1.0,)
-    logprob_dtype: Literal["float16", "float32"] = "float16"
+    top_k: int = 0
+    logprob_bits: int = 5
+    samples: int = 0
+    proposal_temperature: float = 1.0
+    sampling_seed: int = 0
     rows_per_shard: int = 0
-    store: Literal["topk"] = "topk"
     sorted: bool = True
     shards: tuple[ShardRecord, ...] = ()
     complete: bool = False
@@ -95,7 +116,13 @@ class CacheManifest:
     def __post_init__(self) -> None:
         """Check the sizes and fill in what follows from them."""
         object.__setattr__(self, "temperatures", _with_one_first(self.temperatures))
-        for name in ("vocab_size", "seq_len", "top_k", "rows"):
+        if self.store not in get_args(Store):
+            raise ConfigError(f"store={self.store!r} is unknown; choose one of {', '.join(get_args(Store))}.")
+        for name, (store, default) in _OF_STORE.items():
+            if self.store != store:
+                object.__setattr__(self, name, default)
+        size = {"topk": ("top_k",), "sampled": ("samples",), "full": ()}[self.store]
+        for name in ("vocab_size", "seq_len", "rows", *size):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"A KD cache needs a positive {name}, but {name}={value!r}; set it to 1 or more.")
@@ -104,15 +131,22 @@ class CacheManifest:
                 f"top_k={self.top_k} exceeds the vocabulary of {self.vocab_size} tokens of teacher "
                 f"{self.teacher!r}; set top_k to at most {self.vocab_size}."
             )
-        if self.logprob_dtype not in ("float16", "float32"):
-            raise ConfigError(f"logprob_dtype={self.logprob_dtype!r} is unknown; choose 'float16' or 'float32'.")
+        if self.store == "topk" and self.logprob_bits not in (*GRID_BITS, 16, 32):
+            raise ConfigError(
+                f"logprob_bits={self.logprob_bits!r} is unknown; choose {GRID_BITS[0]} to {GRID_BITS[-1]}, 16 or 32."
+            )
+        if not 0 < self.proposal_temperature < math.inf:
+            raise ConfigError(
+                f"proposal_temperature must be above 0, but it is {self.proposal_temperature}; use 0.8 to 1.2."
+            )
         if self.rows_per_shard < 1:
             object.__setattr__(self, "rows_per_shard", max(1, SHARD_BYTES // self.bytes_per_row))
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes that one row takes on disk."""
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors(1).values())
+        """Bytes that one row takes on disk; of what varies from row to row, most that it may take."""
+        fixed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors(1).values())
+        return fixed + self.seq_len * self.samples * (self.id_bits + 8 * len(self.weighed)) // 8
 
     @property
     def shard_count(self) -> int:
@@ -142,22 +176,55 @@ class CacheManifest:
         """Bits of a stored id, as many as the vocabulary needs: ceil(log2 V)."""
         return max(1, (self.vocab_size - 1).bit_length())
 
-    def tensors(self, rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-        """Name -> (shape, dtype) of the tensors of a shard of so many rows: its fields with the ids in bytes."""
-        packed = -(-self.seq_len * self.top_k * self.id_bits // 8)
-        return {**self.fields(rows), "topk_ids": ((rows, packed), np.dtype(np.uint8))}
+    @property
+    def kept(self) -> str:
+        """What is kept of a distribution, in two words."""
+        return {"topk": f"top {self.top_k}", "sampled": f"{self.samples} draws", "full": "all logits"}[self.store]
 
-    def fields(self, rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    @property
+    def weighed(self) -> tuple[int, ...]:
+        """Which of the temperatures the draws serve by weights: those that are not the proposal's."""
+        if self.store != "sampled":
+            return ()
+        return tuple(i for i, t in enumerate(self.temperatures) if t != self.proposal_temperature)
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Tensors uint8 [bytes of all rows] of a shard; the ends of its rows are int64 [R] under `ends_name`."""
+        return () if self.store != "sampled" else ("draw_ids", "draw_ratios") if self.weighed else ("draw_ids",)
+
+    def tensors(self, rows: int) -> Specs:
+        """Name -> (shape, dtype) of the tensors of a shard of so many rows, but for its `streams`: encoded fields."""
+        found, t, k = self.fields(rows), self.seq_len, self.top_k
+        if self.store == "topk":
+            found["topk_ids"] = _packed(rows, t * k * self.id_bits)
+            if self.logprob_bits in GRID_BITS:
+                found["topk_logprobs"] = _packed(rows, t * (k - 1) * self.logprob_bits)
+                found["largest_gap"] = ((rows, t), np.dtype(np.float16))
+        if self.store == "sampled":
+            found["draw_runs"] = _packed(rows, t * self.samples)
+            found |= {ends_name(name): ((rows,), np.dtype(np.int64)) for name in self.streams}
+        return {name: spec for name, spec in found.items() if name not in self.streams}
+
+    def fields(self, rows: int) -> Specs:
         """Name -> (shape, dtype) of what so many rows hold, as it is built and read."""
-        t, k, n = self.seq_len, self.top_k, len(self.temperatures)
-        return {
+        t, n = self.seq_len, len(self.temperatures)
+        found: Specs = {
             "input_ids": ((rows, t), np.dtype(np.int32)),
             "lengths": ((rows,), np.dtype(np.int32)),
-            "topk_ids": ((rows, t, k), np.dtype(np.int64)),
-            "topk_logprobs": ((rows, t, k), np.dtype(self.logprob_dtype)),
-            "lse": ((rows, t, n), np.dtype(np.float32)),
-            "tail": ((rows, t, n), np.dtype(np.float32)),
         }
+        if self.store == "topk":
+            found["topk_ids"] = ((rows, t, self.top_k), np.dtype(np.int64))
+            found["topk_logprobs"] = ((rows, t, self.top_k), np.dtype("f2" if self.logprob_bits == 16 else "f4"))
+            found["lse"] = found["tail"] = ((rows, t, n), np.dtype(np.float32))
+        elif self.store == "sampled":
+            found["draw_ids"] = ((rows, t, self.samples), np.dtype(np.int64))
+            if self.weighed:
+                found["draw_ratios"] = ((rows, t, self.samples, len(self.weighed)), np.dtype(np.uint8))
+            found["entropy"] = ((rows, t, n), np.dtype(np.float16))
+        else:
+            found["logits"] = ((rows, t, self.vocab_size), np.dtype(np.float32))
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """The plain form, as it stands in manifest.json and in the records of parts and ranks."""
@@ -204,6 +271,15 @@ class CacheManifest:
 def shard_name(index: int) -> str:
     """File name of shard `index`."""
     return f"shard-{index:05d}.safetensors"
+
+
+def ends_name(stream: str) -> str:
+    """The tensor beside a stream that says where each row's bytes end."""
+    return f"{stream}_ends"
+
+
+def _packed(rows: int, bits_per_row: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    return (rows, -(-bits_per_row // 8)), np.dtype(np.uint8)
 
 
 def _with_one_first(temperatures: tuple[float, ...]) -> tuple[float, ...]:

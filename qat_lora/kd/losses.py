@@ -1,19 +1,19 @@
 """Distillation losses on logits.
 
-Owns the formulas: full-teacher soft cross-entropy, KL against sparse teacher targets with a tail bucket, hard
-top-1 and next-token cross-entropy. It knows nothing of models, caches, heads (`head`), or of how losses are weighted
-and averaged.
+Owns the formulas: full-teacher soft cross-entropy, KL against sparse teacher targets with a tail bucket, KL against
+draws from the teacher, hard top-1 and next-token cross-entropy. It knows nothing of models, caches, heads (`head`), or
+of how losses are weighted and averaged.
 
 Every loss is a `LossSum`: a float32 sum and a float32 count. One place (the training step) divides, so
 micro-batches, ranks and padding cannot change a gradient. No loss reads a tensor on the host, and no shape
 depends on data: one XLA graph.
 
-Legend: B batch, T position, V vocabulary, K candidates, S flattened token rows (B*T).
+Legend: B batch, T position, V vocabulary, K candidates, N draws, S flattened token rows (B*T).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,24 @@ class SparseTarget(NamedTuple):
 
     ids_SK: Tensor
     logprobs_SK: Tensor
+
+
+class SampledTarget(NamedTuple):
+    """The teacher as N draws per token row, at one temperature.
+
+    Attributes:
+        ids_SN: int64, in any order, equal ones included.
+        weights_SN: float32, whose mean over draws is that of the tokens' probabilities: 1 / N each where the draws are
+            from the teacher itself. They need not sum to 1.
+        entropy_S: float32, the teacher's, in nats.
+    """
+
+    ids_SN: Tensor
+    weights_SN: Tensor
+    entropy_S: Tensor
+
+
+Target: TypeAlias = SparseTarget | SampledTarget
 
 
 def soft_ce(student_logits: Tensor, teacher_logits: Tensor, temperature: float, mask: Tensor | None = None) -> LossSum:
@@ -115,6 +133,50 @@ def sparse_kl(
         lse_tail_S = _lse_less(u_SV, u_SK) if apart else u_SV.scatter(-1, target.ids_SK, NEVER).logsumexp(-1)
         loss_S = _tail_bucket_kl(lse_tail_S, u_SK, logp_SK)
     return _masked_sum(loss_S * temperature**2, mask_S)
+
+
+def sampled_kl(
+    student_logits_SV: Tensor,
+    target: SampledTarget,
+    mask_S: Tensor,
+    *,
+    temperature: float,
+    picked_SN: Tensor | None = None,
+) -> LossSum:
+    """Sum over counted rows of T^2 * (sum_n w_n * -log q(v_n) - H(p)), whose mean over draws is T^2 * KL(p || q).
+
+    So is its gradient, that of full distillation: T * (sum_n w_n * q - sum_n w_n * e_(v_n)), where weights are left as
+    they are; normalised, they would bring a bias back. (arXiv:2503.16870; the weights are importance sampling's.)
+
+    Args:
+        student_logits_SV: ``[S, V]``, any float dtype.
+        target: the teacher's draws, at this temperature.
+        mask_S: ``[S]`` bool, the rows that count.
+        temperature: T > 0.
+        picked_SN: the logits at the draws, where they were computed apart (see `chunked_head_loss`).
+    """
+    _same_shape("target.ids_SN", target.ids_SN, "target.weights_SN", target.weights_SN)
+    _same_rows(student_logits_SV, target.ids_SN, mask_S)
+    u_SV = accurate(student_logits_SV) / temperature
+    u_SN = u_SV.gather(-1, target.ids_SN) if picked_SN is None else picked_SN / temperature
+    surprise_SN = u_SV.logsumexp(-1, keepdim=True) - u_SN
+    loss_S = (target.weights_SN * surprise_SN).sum(-1) - target.entropy_S
+    return _masked_sum(loss_S * temperature**2, mask_S)
+
+
+def distillation(
+    student_logits_SV: Tensor,
+    target: Target,
+    mask_S: Tensor,
+    *,
+    temperature: float,
+    support: Support = "full",
+    picked: Tensor | None = None,
+) -> LossSum:
+    """The loss for a target, whatever its kind: `sparse_kl` or `sampled_kl`."""
+    if isinstance(target, SampledTarget):
+        return sampled_kl(student_logits_SV, target, mask_S, temperature=temperature, picked_SN=picked)
+    return sparse_kl(student_logits_SV, target, mask_S, temperature=temperature, support=support, picked_SK=picked)
 
 
 def hard_top1(

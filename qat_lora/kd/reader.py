@@ -4,7 +4,8 @@ Owns: checks on opening, rows as tensors, the split, and the endless stream of b
 function of (seed, epoch) and of nothing else. Does not own the format (`format`) or what rows mean at a
 temperature (`targets`).
 
-Legend: B batch, T position, K candidates, n temperatures, R rows, W ranks.
+Legend: B batch, T position, V vocabulary, K candidates, N draws, n temperatures, m of them with ratios, R rows, W
+ranks.
 """
 
 from __future__ import annotations
@@ -25,18 +26,12 @@ from qat_lora.kd.codec import decoded
 from qat_lora.kd.format import CacheManifest
 from qat_lora.kd.parts import load_manifest, what_is_missing
 from qat_lora.kd.shards import MemoryShards, RowSource, ShardFiles, damaged, row_fractions
+from qat_lora.kd.targets import check_top_k
 
+_IDS = {"input_ids", "topk_ids", "draw_ids"}
 Split: TypeAlias = Literal["all", "train", "eval"]
 Batch: TypeAlias = dict[str, Tensor]
 
-_HANDED_OUT_AS = {
-    "input_ids": np.int64,
-    "length": np.int64,
-    "topk_ids": np.int64,
-    "topk_logprobs": np.float32,
-    "lse": np.float32,
-    "tail": np.float32,
-}
 _FIXES = {
     "seq_len": "build a cache with that sequence length or train with the cache's",
     "vocab_size": "use the model that the cache was built for or build one for this model",
@@ -88,8 +83,9 @@ class KDCacheDataset(Dataset[Batch]):
     def __getitem__(self, row: int) -> Batch:
         """Return one row of the split.
 
-        int64: ``input_ids`` [T], ``length`` [], ``topk_ids`` [T, K].
-        float32: ``topk_logprobs`` [T, K], ``lse`` [T, n], ``tail`` [T, n].
+        int64: ``input_ids`` [T], ``length`` []. By store, topk: int64 ``topk_ids`` [T, K], float32 ``topk_logprobs``
+        [T, K], ``lse`` [T, n], ``tail`` [T, n]. sampled: int64 ``draw_ids`` [T, N], float32 ``entropy`` [T, n], and
+        where there are ratios (see `draws`) int64 ``draw_ratios`` [T, N, m]. full: float32 ``logits`` [T, V].
         """
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of a split of {len(self)} rows")
@@ -163,11 +159,8 @@ class KDCacheDataset(Dataset[Batch]):
                     f"The KD cache {str(self.path)!r} (teacher {self.manifest.teacher!r}) has "
                     f"{name}={stored!r}, but the run needs {name}={value!r}; {_FIXES[name]}."
                 )
-        if top_k is not None and top_k > self.manifest.top_k:
-            raise CacheMismatch(
-                f"The KD cache {str(self.path)!r} stores top_k={self.manifest.top_k} candidates, but the run "
-                f"needs top_k={top_k}; set top_k to at most {self.manifest.top_k} or build a cache with more."
-            )
+        if top_k is not None:
+            check_top_k(self.manifest, top_k, whose=f"The KD cache {str(self.path)!r}")
         if temperature is not None and temperature not in self.manifest.temperatures:
             raise CacheMismatch(
                 f"The KD cache {str(self.path)!r} stores temperatures {list(self.manifest.temperatures)}, "
@@ -214,9 +207,9 @@ class KDCacheDataset(Dataset[Batch]):
     def _read(self, rows: np.ndarray[Any, Any]) -> Batch:
         arrays = decoded(self.manifest, self._source.read(rows))
         arrays["length"] = arrays.pop("lengths")
-        for name in ("input_ids", "topk_ids"):
+        for name in arrays.keys() & _IDS:
             self._check_ids(name, arrays[name], rows)
-        return {name: torch.from_numpy(arrays[name].astype(dtype)) for name, dtype in _HANDED_OUT_AS.items()}
+        return {name: torch.from_numpy(_handed_out(x)) for name, x in arrays.items()}
 
     def _check_ids(self, name: str, ids: np.ndarray[Any, Any], rows: np.ndarray[Any, Any]) -> None:
         # On the host: an id out of range is a silent wrong gather on a TPU, a device-side assertion on a GPU.
@@ -229,6 +222,10 @@ class KDCacheDataset(Dataset[Batch]):
             f"Row {row} of {str(self.path)!r} holds the {name} value {ids[beyond][0]}, but the vocabulary "
             f"has {vocab_size} tokens; build the cache again."
         )
+
+
+def _handed_out(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return x.astype(np.int64 if np.issubdtype(x.dtype, np.integer) else np.float32, copy=False)
 
 
 def _check_complete(path: Path, manifest: CacheManifest) -> None:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load as from_safetensors
 
 from qat_lora.errors import CacheError
-from qat_lora.kd.format import SHARD_KEY, CacheManifest
+from qat_lora.kd.format import SHARD_KEY, CacheManifest, ends_name
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -31,7 +31,10 @@ class RowSource(Protocol):
     """Where rows come from."""
 
     def read(self, rows: Array, names: tuple[str, ...] | None = None) -> dict[str, Array]:
-        """Return the stored arrays ``[len(rows), ...]`` of these rows of the cache: all, or those named."""
+        """Return the stored arrays ``[len(rows), ...]`` of these rows of the cache: all, or the tensors named.
+
+        Of a stream, ``[len(rows), P]``: each row's bytes, filled up to the longest row's.
+        """
 
 
 class ShardFiles:
@@ -47,14 +50,27 @@ class ShardFiles:
     def read(self, rows: Array, names: tuple[str, ...] | None = None) -> dict[str, Array]:
         """See `RowSource`."""
         wanted = self.manifest.tensors(len(rows))
-        arrays = {name: np.empty(*wanted[name]) for name in names or wanted}
+        streams: dict[str, list[Any]] = {name: [None] * len(rows) for name in self.manifest.streams}
+        if names is not None:
+            wanted = {name: spec for name, spec in wanted.items() if name in names}
+            streams = {name: found for name, found in streams.items() if name in names}
+        arrays = {name: np.empty(*spec) for name, spec in wanted.items()}
         shards, places = np.divmod(rows, self.manifest.rows_per_shard)
         # Shard by shard, so that a batch opens each file once however many handles are kept.
         for i in np.argsort(shards, kind="stable"):
             handle = self._handle(int(shards[i]))
             for name, array in arrays.items():
                 array[i] = handle.get_slice(name)[int(places[i])]
-        return arrays
+            for name, found in streams.items():
+                begin, end = self._span(handle, name, int(places[i]))
+                found[i] = handle.get_slice(name)[begin:end]
+        return arrays | {name: _side_by_side(found) for name, found in streams.items()}
+
+    @staticmethod
+    def _span(handle: Any, stream: str, place: int) -> tuple[int, int]:
+        """Where a row's bytes lie in a stream of its shard."""
+        ends = handle.get_slice(ends_name(stream))[max(0, place - 1) : place + 1]
+        return int(ends[0]) if place else 0, int(ends[-1])
 
     def load(self, index: int) -> dict[str, Array]:
         """Return all arrays of one shard after checking its sha256."""
@@ -108,14 +124,35 @@ class MemoryShards:
         """Read all shards."""
         manifest = files.manifest
         self._arrays = {name: np.empty(*spec) for name, spec in manifest.tensors(manifest.rows).items()}
+        streams: dict[str, list[Array]] = {name: [] for name in manifest.streams}
         for index in range(manifest.shard_count):
             rows = manifest.shard_rows(index)
-            for name, array in files.load(index).items():
+            found = files.load(index)
+            for name, parts in streams.items():
+                found[ends_name(name)] += sum(map(len, parts))
+                parts.append(found.pop(name))
+            for name, array in found.items():
                 self._arrays[name][rows.start : rows.stop] = array
+        self._streams = {name: np.concatenate(parts) for name, parts in streams.items()}
 
     def read(self, rows: Array, names: tuple[str, ...] | None = None) -> dict[str, Array]:
         """See `RowSource`."""
-        return {name: self._arrays[name][rows] for name in names or self._arrays}
+        wanted = (*self._arrays, *self._streams) if names is None else names
+        return {
+            name: self._of_stream(name, rows) if name in self._streams else self._arrays[name][rows] for name in wanted
+        }
+
+    def _of_stream(self, name: str, rows: Array) -> Array:
+        ends, stream = self._arrays[ends_name(name)], self._streams[name]
+        return _side_by_side([stream[0 if row == 0 else ends[row - 1] : ends[row]] for row in rows])
+
+
+def _side_by_side(rows: list[Array]) -> Array:
+    """Rows of bytes as one array, filled up with 0 to the longest."""
+    found = np.zeros((len(rows), max(map(len, rows))), np.uint8)
+    for array, row in zip(found, rows, strict=True):
+        array[: len(row)] = row
+    return found
 
 
 def row_fractions(source: RowSource, rows: int) -> Array:

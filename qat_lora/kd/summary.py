@@ -6,7 +6,6 @@ Reads a finished cache or an unfinished one, a few rows of each shard, or, to ve
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 
 from qat_lora.errors import CacheError
 from qat_lora.files import sha256_file
-from qat_lora.kd.format import CacheManifest, ShardRecord
+from qat_lora.kd.codec import decoded_logprobs
+from qat_lora.kd.format import CacheManifest, ShardRecord, ends_name
 from qat_lora.kd.parts import load_manifest
 from qat_lora.kd.shards import Array, damaged
 
@@ -28,10 +28,10 @@ class CacheSummary:
         manifest: what it says of itself, of all its parts.
         rows: that are there, of the manifest's. tokens: valid ones in them.
         bytes_on_disk: of the shards that are there.
-        bytes_per_token: by field, over the valid tokens; `overhead` is headers and padding.
+        bytes_per_token: by tensor, over the valid tokens; `overhead` is headers and padding.
         rows_read: from which the next two come.
-        kept_mass: mean probability, at T = 1, of the stored candidates.
-        entropy: mean of sum -p log p in nats over candidates and the tail as one more: a lower bound of the teacher's.
+        kept_mass: mean probability, at T = 1, of the stored candidates; 1 where nothing is left out on average.
+        entropy: mean of the teacher's in nats; of candidates and the tail as one more, which is a lower bound of it.
     """
 
     manifest: CacheManifest
@@ -54,23 +54,23 @@ def summarise(directory: Path | str, *, max_rows: int = 1024) -> CacheSummary:
         [_read(directory, shard, ("lengths",), shard.rows)["lengths"] for shard in manifest.shards]
     )
     tokens, on_disk = int(lengths.sum()), sum(shard.bytes for shard in manifest.shards)
-    fields = {
-        name: math.prod(shape) * dtype.itemsize / tokens
-        for name, (shape, dtype) in manifest.tensors(len(lengths)).items()
-    }
-    kept, entropies = [], []
-    for tail_P, logprobs_PK in _positions(directory, manifest, -(-max_rows // len(manifest.shards))):
-        kept.append(1.0 - tail_P)
-        entropies.append(-(np.exp(logprobs_PK) * logprobs_PK).sum(-1) - _x_log_x(tail_P))
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in manifest.tensors(len(lengths)).items()}
+    for name in manifest.streams:
+        ends = ends_name(name)
+        sizes[name] = sum(int(_read(directory, s, (ends,), s.rows)[ends][-1]) for s in manifest.shards)
+    per_token = {name: size / tokens for name, size in sizes.items()}
+    rows_each = -(-max_rows // len(manifest.shards))
+    parts = [_kept_and_entropy(directory, manifest, shard, min(rows_each, shard.rows)) for shard in manifest.shards]
+    kept_P, entropy_P = (np.concatenate(x) for x in zip(*parts, strict=True))
     return CacheSummary(
         manifest=manifest,
         rows=len(lengths),
         tokens=tokens,
         bytes_on_disk=on_disk,
-        bytes_per_token=fields | {"overhead": on_disk / tokens - sum(fields.values())},
-        rows_read=len(kept),
-        kept_mass=float(np.concatenate(kept).mean()),
-        entropy=float(np.concatenate(entropies).mean()),
+        bytes_per_token=per_token | {"overhead": on_disk / tokens - sum(per_token.values())},
+        rows_read=sum(min(rows_each, shard.rows) for shard in manifest.shards),
+        kept_mass=float(kept_P.mean()),
+        entropy=float(entropy_P.mean()),
     )
 
 
@@ -89,14 +89,23 @@ def verify(directory: Path | str) -> CacheManifest:
     return manifest
 
 
-def _positions(directory: Path, manifest: CacheManifest, rows_each: int) -> Iterator[tuple[Array, Array]]:
-    """The tail [P] and the candidates' log-probabilities [P, K] at T = 1 of each row's valid positions, in float64."""
-    for shard in manifest.shards:
-        fields = _read(directory, shard, ("lengths", "tail", "topk_logprobs"), min(rows_each, shard.rows))
-        for length, tail_Tn, logprobs_TK in zip(
-            fields["lengths"], fields["tail"], fields["topk_logprobs"], strict=True
-        ):
-            yield tail_Tn[:length, 0].astype(np.float64), logprobs_TK[:length].astype(np.float64)
+def _kept_and_entropy(directory: Path, manifest: CacheManifest, shard: ShardRecord, rows: int) -> tuple[Array, Array]:
+    """At T = 1, in float64, of the valid positions of a shard's first rows: stored mass and entropy, [P] each."""
+    names = {"topk": ("tail", "topk_logprobs"), "sampled": ("entropy",), "full": ("logits",)}[manifest.store]
+    names += ("largest_gap",) if "largest_gap" in manifest.tensors(1) else ()
+    tensors = _read(directory, shard, ("lengths", *names), rows)
+    is_token_RT = np.arange(manifest.seq_len) < tensors["lengths"][:, None]
+    if manifest.store == "sampled":
+        entropy_P = tensors["entropy"][is_token_RT][:, 0].astype(np.float64)
+        return np.ones_like(entropy_P), entropy_P
+    if manifest.store == "full":
+        z_PV = tensors["logits"][is_token_RT].astype(np.float64)
+        logp_PK = z_PV - np.logaddexp.reduce(z_PV, axis=-1, keepdims=True)
+        tail_P = np.zeros(len(z_PV))
+    else:
+        logp_PK = decoded_logprobs(manifest, tensors)[is_token_RT].astype(np.float64)
+        tail_P = tensors["tail"][is_token_RT][:, 0].astype(np.float64)
+    return 1.0 - tail_P, -(np.exp(logp_PK) * logp_PK).sum(-1) - _x_log_x(tail_P)
 
 
 def _read(directory: Path, shard: ShardRecord, names: tuple[str, ...], rows: int) -> dict[str, Array]:

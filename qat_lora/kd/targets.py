@@ -1,9 +1,9 @@
-"""From a batch of the cache to what the losses take: sparse targets at a temperature, labels, and masks.
+"""From a batch of the cache to what the losses take: targets at a temperature, labels, and masks.
 
-Owns the algebra between the stored fields and p_T. Everything here runs on the batch's device without a host
-read.
+Owns the algebra between the stored fields and p_T, for each kind of store. Everything here runs on the batch's device
+without a host read.
 
-Legend: B batch, T position, K candidates, S flattened token rows (B*T).
+Legend: B batch, T position, K candidates, N draws, S flattened token rows (B*T).
 """
 
 from __future__ import annotations
@@ -14,34 +14,66 @@ import torch
 from torch import Tensor
 
 from qat_lora.errors import CacheMismatch
+from qat_lora.kd.draws import ratio_of
 from qat_lora.kd.format import CacheManifest
-from qat_lora.kd.losses import SparseTarget
+from qat_lora.kd.losses import SampledTarget, SparseTarget, Target
 
 
 def targets(
     batch: Mapping[str, Tensor], temperature: float, manifest: CacheManifest, *, top_k: int | None = None
-) -> SparseTarget:
-    """Return the teacher at `temperature` for every position of a batch, flattened to ``[S, K]``.
+) -> Target:
+    """Return the teacher at `temperature` for every position of a batch, flattened to ``[S, ...]``.
 
-    With z_k = logp_k + lse_1 the stored logit, ``log p_T(k) = z_k / T - lse_T``. The sum of the stored p_T is
-    then set to the stored 1 - tail_T: log-probabilities in float16 are off by up to 5e-4 of themselves, and
-    the little mass that this makes or takes would be read as tail. `top_k` keeps the most probable ones only;
-    the mass of the others joins the tail.
+    `top_k` keeps the most probable candidates only; the mass of the others joins the tail.
     """
     index = _temperature_index(manifest, temperature)
-    if top_k is not None and not 1 <= top_k <= manifest.top_k:
+    if top_k is not None:
+        check_top_k(manifest, top_k)
+    if manifest.store == "sampled":
+        return _sampled(batch, index, manifest)
+    if manifest.store == "full":
+        logp_SV = torch.log_softmax(batch["logits"].flatten(0, 1) / temperature, dim=-1)
+        return SparseTarget(torch.arange(logp_SV.shape[-1], device=logp_SV.device).expand_as(logp_SV), logp_SV)
+    return _topk(batch, index, manifest, manifest.top_k if top_k is None else top_k)
+
+
+def check_top_k(manifest: CacheManifest, top_k: int, *, whose: str = "The KD cache") -> None:
+    """Raise CacheMismatch unless the cache can give so many candidates."""
+    if manifest.store != "topk":
         raise CacheMismatch(
-            f"The KD cache stores top_k={manifest.top_k} candidates, but top_k={top_k} was asked for; "
+            f"{whose} has store={manifest.store!r}, which has no candidates to choose from, but top_k={top_k} was "
+            "asked for; leave top_k at 0 or build a cache with --store topk."
+        )
+    if not 1 <= top_k <= manifest.top_k:
+        raise CacheMismatch(
+            f"{whose} stores top_k={manifest.top_k} candidates, but top_k={top_k} was asked for; "
             f"set top_k to 1..{manifest.top_k} or build a cache with more."
         )
+
+
+def _topk(batch: Mapping[str, Tensor], index: int, manifest: CacheManifest, k: int) -> SparseTarget:
+    """Candidates at a temperature: with z_k = logp_k + lse_1 the stored logit, ``log p_T(k) = z_k / T - lse_T``.
+
+    The sum of the stored p_T is then set to the stored 1 - tail_T: log-probabilities are rounded, and the little mass
+    that this makes or takes would be read as tail.
+    """
+    temperature = manifest.temperatures[index]
     logp_BTK = batch["topk_logprobs"]
     if temperature != 1.0:
         lse_BT1 = batch["lse"][..., :1]
         logp_BTK = (logp_BTK + lse_BT1) / temperature - batch["lse"][..., index : index + 1]
     stored_BT1 = torch.log1p(-batch["tail"][..., index : index + 1])
     logp_BTK = logp_BTK + (stored_BT1 - logp_BTK.logsumexp(-1, keepdim=True))
-    k = manifest.top_k if top_k is None else top_k
     return SparseTarget(batch["topk_ids"][..., :k].flatten(0, 1), logp_BTK[..., :k].flatten(0, 1))
+
+
+def _sampled(batch: Mapping[str, Tensor], index: int, manifest: CacheManifest) -> SampledTarget:
+    ids_SN = batch["draw_ids"].flatten(0, 1)
+    weights_SN = torch.full(ids_SN.shape, 1.0 / manifest.samples, device=ids_SN.device)
+    if index in manifest.weighed:
+        codes_SN = batch["draw_ratios"][..., manifest.weighed.index(index)].flatten(0, 1)
+        weights_SN = weights_SN * ratio_of(codes_SN)
+    return SampledTarget(ids_SN, weights_SN, batch["entropy"][..., index].flatten())
 
 
 def position_mask(lengths_B: Tensor, seq_len: int) -> Tensor:

@@ -3,8 +3,8 @@
 Owns the reduction of logits to what is stored and the loop of a build. The model comes as a function and a
 head, so nothing here knows transformers; digests, files and resumption belong to `format` and `writer`.
 
-Legend: B batch, T position, V vocabulary, K candidates, H hidden, S flattened token rows (B*T), R rows of a
-shard, n temperatures.
+Legend: B batch, T position, V vocabulary, K candidates, N draws, m temperatures with ratios, H hidden, S flattened
+token rows (B*T), R rows of a shard, n temperatures.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qat_lora.kd.draws import drawn_rows, uniforms
 from qat_lora.kd.format import CacheManifest
 from qat_lora.kd.writer import CacheWriter
 
@@ -108,8 +109,11 @@ def build_cache(
         arrays["lengths"][:] = blocks.lengths_R[rows.start : rows.stop].numpy()
         for first in range(0, len(rows), batch_size):
             batch = slice(first, min(first + batch_size, len(rows)))
-            ids_BT = _batch(arrays["input_ids"][batch], batch_size).to(device)
-            stored = stored_of(hidden_fn(ids_BT), head, manifest, chunk_tokens)
+            ids_BT = _filled(arrays["input_ids"][batch].astype(np.int64), batch_size).to(device)
+            chance = _chance(manifest, rows[batch], batch_size)
+            stored = stored_of(
+                hidden_fn(ids_BT), head, manifest, chunk_tokens, chance=None if chance is None else chance.to(device)
+            )
             mark_step()
             for name, x_S in stored.items():
                 # The only host read of the loop: results go to the array that becomes the shard.
@@ -124,23 +128,44 @@ def build_cache(
         meet()
 
 
-def _batch(input_ids_BT: np.ndarray[Any, Any], batch_size: int) -> Tensor:
-    missing = batch_size - len(input_ids_BT)
-    if missing > 0:
-        input_ids_BT = np.concatenate([input_ids_BT, np.repeat(input_ids_BT[-1:], missing, axis=0)])
-    return torch.from_numpy(input_ids_BT.astype(np.int64))
+def _filled(rows: np.ndarray[Any, Any], batch_size: int) -> Tensor:
+    """The rows of a batch, the last one repeated as often as rows are missing."""
+    return torch.from_numpy(np.concatenate([rows, np.repeat(rows[-1:], batch_size - len(rows), axis=0)]))
+
+
+def _chance(manifest: CacheManifest, rows: range, batch_size: int) -> Tensor | None:
+    """The random numbers of a batch, [B, T, 1 + N * m], where its store takes any."""
+    if manifest.store != "sampled":
+        return None
+    count = 1 + manifest.samples * len(manifest.weighed)
+    return _filled(uniforms(manifest.sampling_seed, rows, manifest.seq_len, count), batch_size)
 
 
 def stored_of(
-    hidden_BTH: Tensor, head: Callable[[Tensor], Tensor], manifest: CacheManifest, chunk_tokens: int
+    hidden_BTH: Tensor,
+    head: Callable[[Tensor], Tensor],
+    manifest: CacheManifest,
+    chunk_tokens: int,
+    *,
+    chance: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """What is stored of a batch, [B * T, ...] on its device."""
+    """What is stored of a batch, [B * T, ...] on its device; draws need random numbers [B, T, 1 + N * m]."""
+    hidden = hidden_BTH.flatten(0, 1).split(chunk_tokens)
+    numbers = [None] * len(hidden) if chance is None else chance.flatten(0, 1).split(chunk_tokens)
     chunks = []
-    for hidden_cH in hidden_BTH.flatten(0, 1).split(chunk_tokens):
+    for hidden_cH, chance_c in zip(hidden, numbers, strict=True):
         logits_cV = head(hidden_cH)
         _check_width(logits_cV, manifest)
-        chunks.append(topk_rows(logits_cV, manifest.top_k, manifest.temperatures))
+        chunks.append(_reduced(logits_cV, manifest, chance_c))
     return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+
+
+def _reduced(logits_cV: Tensor, manifest: CacheManifest, chance: Tensor | None) -> dict[str, Tensor]:
+    if chance is not None:
+        return drawn_rows(logits_cV, chance, manifest.samples, manifest.proposal_temperature, manifest.temperatures)
+    if manifest.store == "full":
+        return {"logits": logits_cV.float()}
+    return topk_rows(logits_cV, manifest.top_k, manifest.temperatures)
 
 
 def _check_width(logits_cV: Tensor, manifest: CacheManifest) -> None:

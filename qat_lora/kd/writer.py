@@ -207,6 +207,7 @@ def _check_fields(manifest: CacheManifest, rows: int, fields: Arrays) -> None:
     for name, (shape, dtype) in wanted.items():
         if fields[name].shape != shape or fields[name].dtype != dtype:
             raise ValueError(f"{name} must be {dtype} {shape}, got {fields[name].dtype} {fields[name].shape}")
-    ids = fields["topk_ids"]
-    if ids.min() < 0 or ids.max() >= manifest.vocab_size:
-        raise ValueError(f"topk_ids must lie in 0..{manifest.vocab_size - 1}, got {ids.min()}..{ids.max()}")
+    for name in fields.keys() & {"topk_ids", "draw_ids"}:
+        ids = fields[name]
+        if ids.min() < 0 or ids.max() >= manifest.vocab_size:
+            raise ValueError(f"{name} must lie in 0..{manifest.vocab_size - 1}, got {ids.min()}..{ids.max()}")

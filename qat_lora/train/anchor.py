@@ -12,10 +12,13 @@ from qat_lora.kd import CacheManifest, KDCacheDataset, topk_rows
 from qat_lora.runtime import Runtime
 from qat_lora.train.objective import Anchor
 
+ANCHOR_TOP_K = 64
+
 
 def anchor_manifest(manifest: CacheManifest) -> CacheManifest:
-    """What the anchor rows' fields are: those of the cache, at T = 1, in float32."""
-    return dataclasses.replace(manifest, temperatures=(1.0,), logprob_dtype="float32")
+    """What the anchor rows' fields are: candidates at T = 1 in float32, as many as the cache's where it has some."""
+    top_k = manifest.top_k or min(ANCHOR_TOP_K, manifest.vocab_size)
+    return dataclasses.replace(manifest, store="topk", top_k=top_k, temperatures=(1.0,), logprob_bits=32)
 
 
 @torch.no_grad()

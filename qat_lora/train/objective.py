@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.config import KDConfig
+from qat_lora.errors import ConfigError
 from qat_lora.evaluate import hidden_and_head
 from qat_lora.kd import (
     CacheManifest,
     SparseTarget,
     chunked_head_loss,
+    distillation,
     hard_top1,
     label_mask,
     next_token_ce,
@@ -78,7 +80,7 @@ class Anchor:
 class KDObjective:
     """(1 - alpha) * (KD + w_hard * CE to the teacher's top-1) + alpha * next-token CE + w_anchor * KL to the start.
 
-    KD is T^2 * KL(teacher_T || student_T), the teacher sparse from the cache (see `qat_lora.kd.sparse_kl`).
+    KD is T^2 * KL(teacher_T || student_T), the teacher as the cache has it (see `qat_lora.kd.distillation`).
     """
 
     def __init__(
@@ -127,24 +129,17 @@ class KDObjective:
         mask_S, label_mask_S = (mask.flatten() for mask in _masks(batch))
         labels_S = next_tokens(batch["input_ids"]).flatten()
 
-        def chunk_loss(
-            logits_CV: Tensor,
-            ids_CK: Tensor,
-            logprobs_CK: Tensor,
-            mask_C: Tensor,
-            labels_C: Tensor,
-            label_mask_C: Tensor,
-            hard_weight: Tensor,
-            positions: Tensor,
-            labels: Tensor,
-            picked: Tensor | None = None,
-        ) -> Tensor:
-            part = SparseTarget(ids_CK, logprobs_CK)
-            picked_CK = None if picked is None else picked[:, : ids_CK.shape[1]]
-            loss = sparse_kl(
-                logits_CV, part, mask_C, temperature=kd.temperature, support=kd.support, picked_SK=picked_CK
+        kind = type(target)
+
+        def chunk_loss(logits_CV: Tensor, *given: Tensor, picked: Tensor | None = None) -> Tensor:
+            *of_teacher, mask_C, labels_C, label_mask_C, hard_weight, positions, labels = given
+            part = kind(*of_teacher)
+            picked_CK = None if picked is None else picked[:, : part[0].shape[1]]
+            loss = distillation(
+                logits_CV, part, mask_C, temperature=kd.temperature, support=kd.support, picked=picked_CK
             ).total
             if kd.hard_weight:
+                assert isinstance(part, SparseTarget)
                 loss = loss + hard_weight * hard_top1(logits_CV, part, mask_C, picked_SK=picked_CK).total
             loss = loss / positions
             if alpha:
@@ -155,26 +150,21 @@ class KDObjective:
 
         rows = (*target, mask_S, labels_S, label_mask_S)
         constants = (hard_weight, counts.positions, counts.labels)
-        picked_ids_SJ = torch.cat([target.ids_SK, labels_S[:, None]], dim=1) if alpha else target.ids_SK
+        picked_ids_SJ = torch.cat([target[0], labels_S[:, None]], dim=1) if alpha else target[0]
         return self._through_head(model, batch["input_ids"], chunk_loss, rows, constants, picked_ids_SJ)
 
     def _anchor_loss(self, model: nn.Module, part: Batch, counts: Counts) -> Tensor:
         assert self.anchor is not None
         target = targets(part, 1.0, self.anchor.manifest)
 
-        def chunk_loss(
-            logits_CV: Tensor,
-            ids_CK: Tensor,
-            logprobs_CK: Tensor,
-            mask_C: Tensor,
-            anchors: Tensor,
-            picked: Tensor | None = None,
-        ) -> Tensor:
-            part = SparseTarget(ids_CK, logprobs_CK)
-            return sparse_kl(logits_CV, part, mask_C, temperature=1.0, picked_SK=picked).total / anchors
+        def chunk_loss(logits_CV: Tensor, *given: Tensor, picked: Tensor | None = None) -> Tensor:
+            *of_start, mask_C, anchors = given
+            return (
+                sparse_kl(logits_CV, SparseTarget(*of_start), mask_C, temperature=1.0, picked_SK=picked).total / anchors
+            )
 
         rows = (*target, _masks(part)[0].flatten())
-        return self._through_head(model, part["input_ids"], chunk_loss, rows, (counts.anchors,), target.ids_SK)
+        return self._through_head(model, part["input_ids"], chunk_loss, rows, (counts.anchors,), target[0])
 
     def _anchor_rows(self, batch: Batch, position: int) -> Batch:
         assert self.anchor is not None
@@ -197,8 +187,24 @@ class KDObjective:
             rows,
             chunk_tokens=self.kd.chunk_tokens,
             constants=constants,
-            picked_ids_SJ=picked_ids_SJ if self.runtime.static_graph else None,
+            picked_ids_SJ=picked_ids_SJ if self.runtime.static_graph and self.manifest.store != "full" else None,
             loop=self.runtime.loop,
+        )
+
+
+def check_serves(manifest: CacheManifest, kd: KDConfig) -> None:
+    """Raise ConfigError where the loss needs the most probable tokens, and the cache has draws."""
+    if manifest.store != "sampled":
+        return
+    if kd.hard_weight:
+        raise ConfigError(
+            f"hard_weight={kd.hard_weight} needs the teacher's most probable token, which a cache with store='sampled' "
+            "does not tell; set hard_weight to 0 or build a cache with --store topk."
+        )
+    if kd.support != "full":
+        raise ConfigError(
+            f"support={kd.support!r} needs the teacher's most probable tokens, which a cache with store='sampled' does "
+            "not tell; use support='full', or build a cache with --store topk."
         )
 
 

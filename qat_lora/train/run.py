@@ -47,7 +47,7 @@ from qat_lora.train.graphs import RecompileHook
 from qat_lora.train.hooks import CheckpointHook, EvalHook, LogHook, LossLog, SpeedHook
 from qat_lora.train.loop import Hook, train
 from qat_lora.train.memory import MemoryHook
-from qat_lora.train.objective import Anchor, KDObjective
+from qat_lora.train.objective import Anchor, KDObjective, check_serves
 from qat_lora.train.optim import averages_of, build_optimizer
 from qat_lora.train.plot import write_loss_png
 from qat_lora.train.state import TrainState
@@ -166,6 +166,7 @@ def _open(run: QatRun | RecoveryRun, runtime: Runtime, launch: Launch) -> _Input
     cache = KDCacheDataset(
         run.cache_dir, rank=runtime.rank, world_size=runtime.world_size, preload=loop.preload, seed=loop.seed
     )
+    check_serves(cache.manifest, kd)
     cache.require(temperature=kd.temperature, seq_len=kd.seq_len or None, top_k=kd.top_k or None)
     with runtime.first("model_download"):
         loaded = models.load(run.model or cache.manifest.teacher)

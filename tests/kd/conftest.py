@@ -50,7 +50,7 @@ def manifest_of(blocks, **changes):
         source="made up",
         source_digest=blocks.digest(),
         temperatures=(1.0, 2.0),
-        logprob_dtype="float32",
+        logprob_bits=32,
         rows_per_shard=3,
     )
     return CacheManifest(**{**values, **changes})

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qat_lora.kd.codec import decoded, encoded, pack, unpack
+from qat_lora.kd.bits import pack, unpack
+from qat_lora.kd.codec import decoded, encoded
 from tests.kd.conftest import blocks_of, manifest_of
 
 

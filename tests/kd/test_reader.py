@@ -239,10 +239,10 @@ def test_a_manifest_that_is_no_manifest(cache, text):
 
 def test_a_manifest_of_another_schema_or_with_fields_missing(cache):
     edit_manifest(cache, schema="qat_lora.kd_cache/0")
-    assert "'qat_lora.kd_cache/0', but this version reads 'qat_lora.kd_cache/2'" in message(cache, CacheMismatch)
+    assert "'qat_lora.kd_cache/0', but this version reads 'qat_lora.kd_cache/3'" in message(cache, CacheMismatch)
     data = json.loads((cache / "manifest.json").read_text())
     del data["teacher_digest"]
-    (cache / "manifest.json").write_text(json.dumps({**data, "schema": "qat_lora.kd_cache/2"}))
+    (cache / "manifest.json").write_text(json.dumps({**data, "schema": "qat_lora.kd_cache/3"}))
     assert "damaged" in message(cache)
 
 
@@ -326,7 +326,7 @@ def test_ids_beyond_the_vocabulary(cache, name, value, preload):
         ({"vocab_size": 30}, "vocab_size=29, but the run needs vocab_size=30"),
         ({"teacher_digest": "u"}, f"teacher_digest='{'t' * 64}', but the run needs teacher_digest='u'"),
         ({"tokenizer_digest": "u"}, f"tokenizer_digest='{'k' * 64}', but the run needs tokenizer_digest='u'"),
-        ({"top_k": 5}, "top_k=4 candidates, but the run needs top_k=5"),
+        ({"top_k": 5}, "top_k=4 candidates, but top_k=5 was asked for"),
         ({"temperature": 1.5}, "[1.0, 2.0], but the run needs temperature=1.5"),
     ],
 )

@@ -102,7 +102,7 @@ def test_building_a_finished_cache_again_does_nothing(tmp_path):
         ("tokenizer_digest", "j" * 64),
         ("top_k", 5),
         ("temperatures", (1.0, 3.0)),
-        ("logprob_dtype", "float16"),
+        ("logprob_bits", 5),
         ("rows_per_shard", 4),
         ("source_digest", "0" * 64),
     ],
@@ -197,7 +197,10 @@ def test_ids_take_the_bits_that_the_vocabulary_needs_and_shards_have_a_bounded_s
         ({"top_k": 0}, "top_k=0"),
         ({"rows": 0}, "rows=0"),
         ({"temperatures": (0.0,)}, "temperatures"),
-        ({"logprob_dtype": "int8"}, "logprob_dtype='int8'"),
+        ({"logprob_bits": 3}, "logprob_bits=3"),
+        ({"store": "topp"}, "store='topp'"),
+        ({"store": "sampled"}, "samples=0"),
+        ({"store": "sampled", "samples": 4, "proposal_temperature": 0.0}, "proposal_temperature"),
     ],
 )
 def test_settings_that_make_no_cache_are_refused(changes, words):

@@ -154,7 +154,7 @@ def training_hlo(folder: str) -> dict:
     state = TrainState(model, trained, build_optimizer(trained.values(), [], OPTIM))
     manifest = CacheManifest(
         teacher="", teacher_digest="", tokenizer_digest="", vocab_size=vocab, seq_len=length, top_k=top_k, rows=rows,
-        source="", source_digest="", temperatures=(1.0,), logprob_dtype="float32", rows_per_shard=rows,
+        source="", source_digest="", temperatures=(1.0,), logprob_bits=32, rows_per_shard=rows,
     )  # fmt: skip
     objective = KDObjective(KDConfig(chunk_tokens=16, ce_alpha=0.1, hard_weight=0.1), manifest, runtime, total_steps=9)
     logprobs = torch.log_softmax(torch.randn(rows, length, top_k + 1), -1)[..., :top_k]

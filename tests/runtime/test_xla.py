@@ -28,7 +28,7 @@ pytestmark = [
 def tail_cache(tmp_path_factory, teacher_dir, text_file) -> Path:
     """A cache that leaves a tail: 16 of 211 candidates."""
     folder = tmp_path_factory.mktemp("tail") / "cache"
-    commands.cache(cache_run(teacher_dir, text_file, folder, top_k=16, logprob_dtype="float32"))
+    commands.cache(cache_run(teacher_dir, text_file, folder, top_k=16, logprob_bits=32))
     return folder
 
 

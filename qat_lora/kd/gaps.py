@@ -1,0 +1,63 @@
+"""Log-probabilities of candidates in descending order, as gaps between neighbours in a few bits each.
+
+A gap is stored as the square root of its share of the position's largest gap, on a grid of 2^bits levels, so that small
+gaps, which lie where the probabilities do, are finest. Each gap is taken from where the one before it was put, so
+errors do not add up. What the candidates sum to is stored beside them (`tail`), so nothing else is needed.
+
+Legend: R rows, T positions of a row, K candidates.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+# A candidate further below the best one than this is put here: e^-30 is less than float32 sees beside 1.
+DEEPEST = 30.0
+
+
+def to_gaps(logprobs_RTK: Array, bits: int) -> tuple[Array, Array]:
+    """The levels uint8 [R, T, K - 1] of descending log-probabilities, and each position's largest gap float16 [R, T].
+
+    `bits` is at most 8. With one candidate there are no gaps, and the largest is 0.
+    """
+    best_RT1 = logprobs_RTK[..., :1].astype(np.float64)
+    wanted_RTK = np.minimum(best_RT1 - logprobs_RTK, DEEPEST)
+    gaps = np.diff(wanted_RTK, axis=-1)
+    largest_RT = (gaps.max(-1) if gaps.shape[-1] else best_RT1[..., 0] * 0).astype(np.float16)
+    scale_RT = largest_RT.astype(np.float64)
+    share_RT = np.divide(1.0, scale_RT, out=np.zeros_like(scale_RT), where=scale_RT > 0)
+    levels, halfway = _levels(bits), _halfway(bits)
+    codes = np.empty(gaps.shape, np.uint8)
+    reached_RT = np.zeros_like(scale_RT)
+    for k in range(gaps.shape[-1]):
+        codes[..., k] = np.searchsorted(halfway, (wanted_RTK[..., k + 1] - reached_RT) * share_RT)
+        reached_RT += scale_RT * levels[codes[..., k]]
+    return codes, largest_RT
+
+
+def from_gaps(codes: Array, largest_RT: Array, bits: int, tail_RT: Array) -> Array:
+    """The log-probabilities float32 [R, T, K] that `to_gaps` was given, but for rounding; they sum to 1 - tail."""
+    rows, length, gaps = codes.shape
+    logprobs_RTK = np.zeros((rows, length, gaps + 1), np.float32)
+    steps = _levels(bits).astype(np.float32)[codes] * -largest_RT.astype(np.float32)[..., None]
+    np.cumsum(steps, axis=-1, out=logprobs_RTK[..., 1:])
+    sums_RT = np.exp(logprobs_RTK).sum(-1)
+    # a tail of 1 is one that rounding made: the candidates' share is then the least that float32 tells from 0
+    kept_RT = np.maximum(1.0 - tail_RT.astype(np.float64), 2.0**-24)
+    logprobs_RTK += np.log(kept_RT / sums_RT).astype(np.float32)[..., None]
+    return logprobs_RTK
+
+
+def _levels(bits: int) -> Array:
+    """Shares of the largest gap, one per code."""
+    return np.linspace(0.0, 1.0, 2**bits) ** 2
+
+
+def _halfway(bits: int) -> Array:
+    """Between each level and the next: a share up to here is nearest to the lower one."""
+    levels = _levels(bits)
+    return (levels[1:] + levels[:-1]) / 2
