@@ -129,13 +129,20 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
-def trunk_hidden(model: nn.Module, input_ids_BT: Tensor) -> Tensor:
+def trunk_hidden(model: nn.Module, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
     """Last hidden state [B, T, H] after the final norm.
 
-    Rows are causal and padded on the right, so no mask is needed.
+    Rows are causal and padded on the right, so no mask is needed. Where `position_ids_BT` (int64) begin anew within a
+    row, attention does too. Transformers sees this in the positions and masks what each kind of its layers must not
+    see; our own attention does it by the positions, which are brought to it in the place of a mask.
     """
-    trunk = causal_lm(model).base_model
-    return trunk(input_ids=input_ids_BT, use_cache=False).last_hidden_state
+    lm = causal_lm(model)
+    given: dict[str, Tensor] = {}
+    if position_ids_BT is not None:
+        given["position_ids"] = position_ids_BT
+        if lm.config.get_text_config()._attn_implementation == _CHUNKED:
+            given["attention_mask"] = position_ids_BT[:, None, :, None]  # one of four sides is handed on as it is
+    return lm.base_model(input_ids=input_ids_BT, use_cache=False, **given).last_hidden_state
 
 
 def use_chunked_attention(model: nn.Module) -> None:
@@ -156,14 +163,18 @@ def use_chunked_attention(model: nn.Module) -> None:
 def _chunked_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
-    """Transformers' interface: [B, heads, T, D] in, [B, T, heads, D] out."""
+    """Transformers' interface: [B, heads, T, D] in, [B, T, heads, D] out; see `trunk_hidden` for the mask."""
+    position_BT = None
+    if attention_mask is not None and attention_mask.dtype == torch.int64:
+        position_BT, attention_mask = attention_mask[:, 0, :, 0], None
     odd = [name for name in ("softcap", "s_aux", "position_bias") if settings.get(name) is not None]
     if odd or settings.get("dropout") or attention_mask is not None or not getattr(module, "is_causal", True):
         what = odd[0] if odd else "dropout, a mask or no causality"
         raise ModelError(f"{type(module).__name__} computes attention with {what}, which is not known on XLA.")
     scaling = settings.get("scaling") or query.shape[-1] ** -0.5
     window = settings.get("sliding_window")
-    return causal_attention(query, key, value, scaling=scaling, window=window).transpose(1, 2), None
+    output = causal_attention(query, key, value, scaling=scaling, window=window, position_BT=position_BT)
+    return output.transpose(1, 2), None
 
 
 def checkpoint_layers(model: nn.Module, checkpoint: Callable[..., Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -84,6 +85,46 @@ def test_the_gradients_are_those_of_finite_differences(window, monkeypatch) -> N
     monkeypatch.setattr(attention, "CHUNK_QUERIES", 4)
     leaves, _ = parts(length=7)
     torch.autograd.gradcheck(ours(window), leaves)
+
+
+# Documents of each row, by length; the last of them may be padding.
+DOCUMENTS = [[[4, 1, 6], [11]], [[1] * T, [10, 1]], [[5, 3, 3], [2, 9]]]
+
+
+def positions(documents) -> torch.Tensor:
+    return torch.tensor([[t for length in row for t in range(length)] for row in documents])
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, T])
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_a_document_in_a_row_of_several_is_what_it_is_alone(documents, window, chunk) -> None:
+    """Value and all gradients, from the formula, document by document."""
+    leaves, grad = parts()
+    found = value_and_gradients(
+        lambda q, k, v: causal_attention(q, k, v, scaling=SCALING, window=window, position_BT=positions(documents)),
+        leaves,
+        grad,
+    )
+    for b, row in enumerate(documents):
+        for stop, length in zip(np.cumsum(row), row, strict=True):
+            alone = [x.detach().numpy()[b : b + 1, :, stop - length : stop] for x in (*leaves, grad)]
+            expected = [
+                reference.attention(*alone[:3], SCALING, window),
+                *reference.gradients(*alone, SCALING, window),
+            ]
+            for x, wanted in zip(found, expected, strict=True):
+                ours = x[b : b + 1, :, stop - length : stop]
+                torch.testing.assert_close(ours, torch.from_numpy(wanted), rtol=1e-12, atol=1e-13)
+
+
+def test_a_row_of_one_document_is_bit_for_bit_what_it_is_without_positions(chunk) -> None:
+    leaves, grad = parts(dtype=torch.float32)
+    one = torch.arange(T).expand(B, -1)
+    with_positions = lambda q, k, v: causal_attention(q, k, v, scaling=SCALING, position_BT=one)  # noqa: E731
+    for x, wanted in zip(
+        value_and_gradients(with_positions, leaves, grad), value_and_gradients(ours(), leaves, grad), strict=True
+    ):
+        assert torch.equal(x, wanted)
 
 
 def test_a_row_of_one_token_sees_itself_alone() -> None:

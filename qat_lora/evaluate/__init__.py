@@ -2,7 +2,7 @@
 
 from qat_lora.evaluate.cached import cached_kl
 from qat_lora.evaluate.fidelity import Fidelity, measure
-from qat_lora.evaluate.forward import hidden_and_head, placed
+from qat_lora.evaluate.forward import check_documents, hidden_and_head, placed
 from qat_lora.evaluate.size import Size, size_of
 from qat_lora.evaluate.table import fidelity_table, write_fidelity
 from qat_lora.evaluate.windows import Windows, strided_windows, whole_windows
@@ -12,6 +12,7 @@ __all__ = [
     "Size",
     "Windows",
     "cached_kl",
+    "check_documents",
     "fidelity_table",
     "hidden_and_head",
     "measure",

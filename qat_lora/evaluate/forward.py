@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from qat_lora import models
+from qat_lora.errors import ModelError
 from qat_lora.kd import Head
 from qat_lora.mlps import use_lean_mlps
 from qat_lora.norms import use_lean_norms
@@ -20,12 +22,38 @@ def placed(model: nn.Module, runtime: Runtime) -> nn.Module:
     return runtime.place(model)
 
 
-def hidden_and_head(model: nn.Module, ids_BT: Tensor, runtime: Runtime) -> tuple[Tensor, Head]:
+@torch.no_grad()
+def check_documents(model: nn.Module) -> None:
+    """Raise ModelError where a document in a row of several is not to the model what it is alone in a row.
+
+    Transformers masks by the positions in most families; those without positions, or with a memory that runs through
+    the row, do not know where a document begins.
+    """
+    device = next(model.parameters()).device
+    first, second = (torch.arange(length, device=device)[None] for length in (5, 6))
+    ids = (first + 6, second)
+    try:
+        together_BTH = models.trunk_hidden(model, torch.cat(ids, 1), torch.cat([first, second], 1))
+        alone_BTH = torch.cat([models.trunk_hidden(model, document) for document in ids], 1)
+        is_same = torch.allclose(together_BTH, alone_BTH, rtol=1e-4, atol=1e-4)  # float32 in another order
+    except TypeError:
+        is_same = False  # it takes no positions
+    if not is_same:
+        raise ModelError(
+            f"{type(models.causal_lm(model)).__name__} cannot keep documents in one row apart; build the cache with "
+            "--packing stream or --packing pad."
+        )
+
+
+def hidden_and_head(
+    model: nn.Module, ids_BT: Tensor, runtime: Runtime, *, position_ids_BT: Tensor | None = None
+) -> tuple[Tensor, Head]:
     """Return the hidden states [S, H] of all positions of a batch and the model's head, both in the compute precision.
 
-    The last norm may leave autocast in float32; the product with the vocabulary, the largest of all, must not.
+    A batch of a cache has `position_ids_BT` where its rows hold several documents, each of which is then alone in what
+    it sees. The last norm may leave autocast in float32; the product with the vocabulary, the largest of all, must not.
     """
     with runtime.autocast():
-        hidden_BTH = models.trunk_hidden(model, ids_BT)
+        hidden_BTH = models.trunk_hidden(model, ids_BT, position_ids_BT)
     compute = runtime.precision.compute
     return hidden_BTH.flatten(0, 1).to(compute), Head(*models.head_parts(model, compute))
