@@ -20,6 +20,7 @@ from qat_lora.settings import check_choices, check_range, setting
 
 Levels = Literal["balanced", "int", "affine", "ternary", "nf4", "iq4_nl", "lut"]
 Scales = Literal["channel", "group", "lowrank"]
+Packing = Literal["stream", "documents", "pad"]
 ScaleDtype = Literal["float16", "bfloat16", "float32"]
 Device = Literal["auto", "cpu", "cuda", "mps", "tpu"]
 Dtype = Literal["auto", "fp32", "bf16"]
@@ -218,6 +219,11 @@ class CacheRun:
     data: str = setting("embedded:train", ".txt, .jsonl, a folder, hf:dataset[:config][:split] or embedded:train|eval")
     output: Path = setting(Path("caches/embedded"), "folder of the new cache; a half-built one is resumed")
     seq_len: int = setting(128, "tokens per row")
+    packing: Packing = setting(
+        "stream",
+        "how texts are laid into rows: end to end as one stream; end to end, but positions and attention begin anew "
+        "with each document; or a row for each document, padded",
+    )
     store: Store = setting(
         "topk", "top-k and the mass of the rest; unbiased draws from the teacher; or all its logits, for tests"
     )

@@ -18,6 +18,7 @@ from qat_lora.errors import CacheMismatch, ConfigError, ModelError, OutputError
 from qat_lora.evaluate import (
     Fidelity,
     Windows,
+    check_documents,
     hidden_and_head,
     measure,
     placed,
@@ -44,12 +45,15 @@ def cache(run: CacheRun) -> CacheManifest:
         loaded = models.load(run.teacher)
     models.check_context(loaded.model, run.seq_len)
     models.check_head(loaded.model)
+    if run.packing == "documents":
+        check_documents(loaded.model)
     with runtime.first("data_download"):
         next(iter(read_texts(run.data)))  # what is on a hub is fetched before its first text
     blocks = tokenize_blocks(
         read_texts(run.data),
         loaded.tokenizer,
         run.seq_len,
+        packing=run.packing,
         max_rows=run.max_rows or None,
         vocab_size=loaded.identity.vocab_size,
     )
@@ -66,8 +70,9 @@ def cache(run: CacheRun) -> CacheManifest:
     model = placed(loaded.model, runtime)
     head = Head(*models.head_parts(model, runtime.precision.compute))
 
-    def hidden_states(ids_BT: Tensor) -> Tensor:
-        return hidden_and_head(model, ids_BT, runtime)[0].unflatten(0, ids_BT.shape)
+    def hidden_states(ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
+        hidden_SH, _ = hidden_and_head(model, ids_BT, runtime, position_ids_BT=position_ids_BT)
+        return hidden_SH.unflatten(0, ids_BT.shape)
 
     whose = f" (rank 0 of {runtime.world_size})" if runtime.world_size > 1 else ""
     title = f"cache{f' {run.part}' if run.part else ''}{whose}"
@@ -105,6 +110,7 @@ def _manifest(run: CacheRun, identity: models.Identity, blocks: Blocks) -> Cache
         proposal_temperature=run.proposal_temperature,
         sampling_seed=run.sampling_seed,
         rows_per_shard=run.rows_per_shard,
+        packing=run.packing,
     )
 
 

@@ -19,6 +19,7 @@ def cache_table(directory: Path, summary: CacheSummary) -> Table:
         "teacher": f"{manifest.teacher} (weights {manifest.teacher_digest[:12]}, V = {manifest.vocab_size:,})",
         "source": f"{manifest.source} (rows {manifest.source_digest[:12]})",
         "rows": f"{summary.rows:,} of {manifest.rows:,}, of {manifest.seq_len} tokens; {summary.tokens:,} valid tokens",
+        "packing": manifest.packing,
         "state": state,
         "stored": f"{manifest.kept}, {_how(manifest)}; T = {', '.join(map(str, manifest.temperatures))}",
         "kept mass": f"{summary.kept_mass:.5f} of the teacher's probability{of_how_many}",

@@ -1,7 +1,7 @@
-"""From texts to token rows of one length.
+"""From documents to token rows of one length.
 
-Owns tokenisation, joining by eos, cutting, right padding, and the digest that says which rows these are. Does
-not own the order in which rows are used: that is the reader's.
+Owns tokenisation, the eos that ends a document, the three ways to lay documents into rows, right padding, and the
+digest that says which rows these are. Does not own the order in which rows are used: that is the reader's.
 
 Legend: R rows, T positions of a row.
 """
@@ -11,13 +11,16 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from qat_lora.config import Packing
 from qat_lora.errors import ConfigError, DataError
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
 
 TEXTS_AT_ONCE = 64  # a fast tokenizer uses its threads on a list
 
@@ -39,52 +42,60 @@ class Blocks(NamedTuple):
 
     Attributes:
         input_ids_RT: ``[R, T]`` int32; what follows the end of a row is eos.
-        lengths_R: ``[R]`` int32, valid tokens per row; below T in the last row only.
+        lengths_R: ``[R]`` int32, valid tokens per row; below T in the last row only, unless documents were padded.
+        starts_RT: ``[R, T]`` bool, where positions and attention begin anew: at each document, and at each row, where
+            one that was cut goes on. None where they run through the whole row.
     """
 
     input_ids_RT: Tensor
     lengths_R: Tensor
+    starts_RT: Tensor | None = None
 
     def digest(self) -> str:
-        """Return the sha256 of shape, ids and lengths: equal digest, equal rows."""
+        """Return the sha256 of shape, ids, lengths and starts: equal digest, equal rows."""
         digest = hashlib.sha256(repr(tuple(self.input_ids_RT.shape)).encode())
         for x in (self.input_ids_RT, self.lengths_R):
             digest.update(np.ascontiguousarray(x.numpy(), dtype="<i4").tobytes())
+        if self.starts_RT is not None:
+            digest.update(np.packbits(self.starts_RT.numpy(), bitorder="little").tobytes())
         return digest.hexdigest()
 
 
 def tokenize_blocks(
-    texts: Iterable[str],
+    documents: Iterable[str | Array],
     tokenizer: Tokenizer,
     seq_len: int,
     *,
+    packing: Packing = "stream",
     vocab_size: int | None = None,
     max_rows: int | None = None,
 ) -> Blocks:
-    """Tokenise texts, end each with eos, lay them end to end and cut the whole into rows of `seq_len` tokens.
+    """Tokenise documents, end each with eos, and lay them into rows of `seq_len` tokens.
 
-    No text is truncated, one that gives no token is left out, and the last row is padded on the right with eos.
-    With `max_rows`, texts are read only until these rows are full. An id that a vocabulary of `vocab_size` tokens
-    lacks is a DataError, and so is no token at all: rows of nothing but eos would be trained on in silence.
+    ``stream`` lays them end to end and cuts the whole. ``documents`` does the same and says where each begins. ``pad``
+    begins a row with each document, which goes on in further rows where it is longer. No document is truncated, one
+    that gives no token is left out, and what is left of a row is filled with eos.
+
+    With `max_rows`, documents are read only until these rows are full. One that is int64 ids [n] already, with or
+    without its eos, is not tokenised. An id that a vocabulary of `vocab_size` tokens lacks is a DataError, and so is no
+    token at all: rows of nothing but eos would be trained on in silence.
     """
     for name, value in (("seq_len", seq_len), ("max_rows", max_rows)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be positive, but {name}={value}; use 1 or more.")
     eos = _eos(tokenizer)
-    wanted = None if max_rows is None else max_rows * seq_len
-    ids = _first_tokens(_token_arrays(texts, tokenizer, eos), wanted)
-    if len(ids) == 0:
+    arrays = _token_arrays(documents, tokenizer, eos)
+    first = next(arrays, None)
+    if first is None:
         raise DataError(
             f"The tokenizer {type(tokenizer).__name__} gives no tokens for this text; check the tokenizer files "
             "of the model, and that the source holds text."
         )
-    _check_ids(ids, vocab_size)
-    rows = -(-len(ids) // seq_len)
-    padded = np.full(rows * seq_len, eos, dtype=np.int32)
-    padded[: len(ids)] = ids
-    lengths = np.full(rows, seq_len, dtype=np.int32)
-    lengths[-1] = len(ids) - (rows - 1) * seq_len
-    return Blocks(torch.from_numpy(padded.reshape(rows, seq_len)), torch.from_numpy(lengths))
+    arrays = _within(itertools.chain([first], arrays), vocab_size)
+    if packing == "pad":
+        return _padded_rows(arrays, seq_len, eos=eos, max_rows=max_rows)
+    blocks = _joined_rows(arrays, seq_len, eos=eos, max_rows=max_rows)
+    return blocks if packing == "documents" else blocks._replace(starts_RT=None)
 
 
 def _eos(tokenizer: Tokenizer) -> int:
@@ -96,30 +107,68 @@ def _eos(tokenizer: Tokenizer) -> int:
     return int(eos)
 
 
-def _token_arrays(texts: Iterable[str], tokenizer: Tokenizer, eos: int) -> Iterator[np.ndarray[Any, Any]]:
-    # Texts without a token would leave two eos in a row and teach nothing.
-    source = (text for text in texts if text)
+def _token_arrays(documents: Iterable[str | Array], tokenizer: Tokenizer, eos: int) -> Iterator[Array]:
+    # Documents without a token would leave two eos in a row and teach nothing.
+    source = (document for document in documents if len(document))
     while chunk := list(itertools.islice(source, TEXTS_AT_ONCE)):
-        # verbose=False: no warning that a text is longer than the model's context, since it is cut here.
-        for ids in tokenizer(chunk, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]:
+        tokenized = iter(_tokenized([text for text in chunk if isinstance(text, str)], tokenizer))
+        for document in chunk:
+            ids = next(tokenized) if isinstance(document, str) else document[: -1 if document[-1] == eos else None]
             if len(ids):
-                yield np.array([*ids, eos], dtype=np.int64)
+                yield np.append(np.asarray(ids, dtype=np.int64), eos)
 
 
-def _first_tokens(arrays: Iterable[np.ndarray[Any, Any]], wanted: int | None) -> np.ndarray[Any, Any]:
-    parts, count = [np.empty(0, dtype=np.int64)], 0
-    for part in arrays:
+def _tokenized(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
+    if not texts:
+        return []
+    # verbose=False: no warning that a text is longer than the model's context, since it is cut here.
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+    return ids
+
+
+def _joined_rows(documents: Iterable[Array], seq_len: int, *, eos: int, max_rows: int | None) -> Blocks:
+    """Lay documents end to end and cut the whole into rows."""
+    wanted = None if max_rows is None else max_rows * seq_len
+    parts, begins, count = [], [], 0
+    for part in documents:
         parts.append(part)
+        begins.append(count)
         count += len(part)
         if wanted is not None and count >= wanted:
             break
-    return np.concatenate(parts)[:wanted]
+    ids = np.concatenate(parts)[:wanted]
+    rows = -(-len(ids) // seq_len)
+    padded = np.full(rows * seq_len, eos, dtype=np.int32)
+    padded[: len(ids)] = ids
+    starts = np.zeros(rows * seq_len, dtype=bool)
+    starts[begins] = starts[::seq_len] = True
+    lengths = np.full(rows, seq_len, dtype=np.int32)
+    lengths[-1] = len(ids) - (rows - 1) * seq_len
+    ids_RT, starts_RT = (torch.from_numpy(x.reshape(rows, seq_len)) for x in (padded, starts))
+    return Blocks(ids_RT, torch.from_numpy(lengths), starts_RT)
 
 
-def _check_ids(ids: np.ndarray[Any, Any], vocab_size: int | None) -> None:
-    beyond = ids[(ids < 0) | (ids >= vocab_size)] if vocab_size is not None else ids[:0]
-    if len(beyond):
-        raise DataError(
-            f"The tokenizer gives the id {beyond[0]}, but the model's vocabulary has {vocab_size} tokens; "
-            "use the tokenizer that belongs to the model."
-        )
+def _padded_rows(documents: Iterable[Array], seq_len: int, *, eos: int, max_rows: int | None) -> Blocks:
+    """Begin a row with each document and cut the longer ones."""
+    pieces: list[Array] = []
+    for document in documents:
+        pieces += [document[first : first + seq_len] for first in range(0, len(document), seq_len)]
+        if max_rows is not None and len(pieces) >= max_rows:
+            break
+    pieces = pieces[:max_rows]
+    padded = np.full((len(pieces), seq_len), eos, dtype=np.int32)
+    for row, piece in enumerate(pieces):
+        padded[row, : len(piece)] = piece
+    lengths = np.array([len(piece) for piece in pieces], dtype=np.int32)
+    return Blocks(torch.from_numpy(padded), torch.from_numpy(lengths))
+
+
+def _within(documents: Iterable[Array], vocab_size: int | None) -> Iterator[Array]:
+    for ids in documents:
+        beyond = ids[(ids < 0) | (ids >= vocab_size)] if vocab_size is not None else ids[:0]
+        if len(beyond):
+            raise DataError(
+                f"The tokenizer gives the id {beyond[0]}, but the model's vocabulary has {vocab_size} tokens; "
+                "use the tokenizer that belongs to the model."
+            )
+        yield ids

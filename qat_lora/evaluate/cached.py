@@ -35,7 +35,7 @@ def cached_kl(
     for batch in runtime.wrap_loader(batches):
         target = targets(batch, 1.0, manifest)
         mask_S = position_mask(batch["length"], batch["input_ids"].shape[1]).flatten()
-        hidden_SH, head = hidden_and_head(model, batch["input_ids"], runtime)
+        hidden_SH, head = hidden_and_head(model, batch["input_ids"], runtime, position_ids_BT=batch.get("position_ids"))
         total = total + chunked_head_loss(
             hidden_SH,
             head,

@@ -24,6 +24,8 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 def encoded(manifest: CacheManifest, fields: Arrays) -> dict[str, Array]:
     """The tensors of a shard, those of `manifest.tensors` and its streams, for the fields of some rows."""
     found = dict(fields)
+    if manifest.packing == "documents":
+        found["starts"] = pack(fields["starts"], 1)
     if manifest.store == "topk":
         found["topk_ids"] = pack(_in_rows(fields["topk_ids"]), manifest.id_bits)
         if manifest.logprob_bits in GRID_BITS:
@@ -45,6 +47,8 @@ def decoded(manifest: CacheManifest, tensors: Arrays) -> dict[str, Array]:
     """The fields that `encoded` was given; of `streams` [R, P] each row's bytes, filled up to the longest row's."""
     found = {name: x for name, x in tensors.items() if name in manifest.fields(1)}
     rows, length = found["input_ids"].shape
+    if manifest.packing == "documents":
+        found["starts"] = unpack(tensors["starts"], 1, length).astype(bool)
     if manifest.store == "topk":
         count = length * manifest.top_k
         ids_RX = unpack(tensors["topk_ids"], manifest.id_bits, count).astype(np.int64)

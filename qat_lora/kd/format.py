@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, get_args
 
 import numpy as np
 
-from qat_lora.config import Store
+from qat_lora.config import Packing, Store
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from qat_lora.files import write_json
 
@@ -87,6 +87,7 @@ class CacheManifest:
         sampling_seed: of the draws.
         rows_per_shard: rows of each shard, the last may hold fewer; 0 asks for what fits SHARD_BYTES.
         sorted: candidates are in descending order of probability.
+        packing: how documents lie in the rows; with ``documents``, where they begin is stored too.
         shards: those that are finished, by index; others may be missing between them.
         complete: all shards are there; in the record of a part, all of that part.
         schema: the format itself.
@@ -109,6 +110,7 @@ class CacheManifest:
     sampling_seed: int = 0
     rows_per_shard: int = 0
     sorted: bool = True
+    packing: Packing = "stream"
     shards: tuple[ShardRecord, ...] = ()
     complete: bool = False
     schema: str = SCHEMA
@@ -131,6 +133,8 @@ class CacheManifest:
                 f"top_k={self.top_k} exceeds the vocabulary of {self.vocab_size} tokens of teacher "
                 f"{self.teacher!r}; set top_k to at most {self.vocab_size}."
             )
+        if self.packing not in get_args(Packing):
+            raise ConfigError(f"packing={self.packing!r} is unknown; choose one of {', '.join(get_args(Packing))}.")
         if self.store == "topk" and self.logprob_bits not in (*GRID_BITS, 16, 32):
             raise ConfigError(
                 f"logprob_bits={self.logprob_bits!r} is unknown; choose {GRID_BITS[0]} to {GRID_BITS[-1]}, 16 or 32."
@@ -168,7 +172,10 @@ class CacheManifest:
 
     def shard_tag(self, index: int) -> str:
         """What a shard file says of itself, so that a file of another cache is known at once."""
-        digest = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
+        identity = self.identity()
+        if self.packing == "stream":  # the shards of caches that knew no other have tags without it
+            del identity["packing"]
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         return f"{digest}:{index}"
 
     @property
@@ -196,6 +203,8 @@ class CacheManifest:
     def tensors(self, rows: int) -> Specs:
         """Name -> (shape, dtype) of the tensors of a shard of so many rows, but for its `streams`: encoded fields."""
         found, t, k = self.fields(rows), self.seq_len, self.top_k
+        if self.packing == "documents":
+            found["starts"] = _packed(rows, t)
         if self.store == "topk":
             found["topk_ids"] = _packed(rows, t * k * self.id_bits)
             if self.logprob_bits in GRID_BITS:
@@ -213,6 +222,8 @@ class CacheManifest:
             "input_ids": ((rows, t), np.dtype(np.int32)),
             "lengths": ((rows,), np.dtype(np.int32)),
         }
+        if self.packing == "documents":
+            found["starts"] = ((rows, t), np.dtype(np.bool_))
         if self.store == "topk":
             found["topk_ids"] = ((rows, t, self.top_k), np.dtype(np.int64))
             found["topk_logprobs"] = ((rows, t, self.top_k), np.dtype("f2" if self.logprob_bits == 16 else "f4"))

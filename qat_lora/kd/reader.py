@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from qat_lora.files import sha256_file
 from qat_lora.kd.codec import decoded
+from qat_lora.kd.documents import document_positions
 from qat_lora.kd.format import CacheManifest
 from qat_lora.kd.parts import load_manifest, what_is_missing
 from qat_lora.kd.shards import MemoryShards, RowSource, ShardFiles, damaged, row_fractions
@@ -86,6 +87,7 @@ class KDCacheDataset(Dataset[Batch]):
         int64: ``input_ids`` [T], ``length`` []. By store, topk: int64 ``topk_ids`` [T, K], float32 ``topk_logprobs``
         [T, K], ``lse`` [T, n], ``tail`` [T, n]. sampled: int64 ``draw_ids`` [T, N], float32 ``entropy`` [T, n], and
         where there are ratios (see `draws`) int64 ``draw_ratios`` [T, N, m]. full: float32 ``logits`` [T, V].
+        With packing ``documents`` also int64 ``position_ids`` [T], which begin anew with each document.
         """
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of a split of {len(self)} rows")
@@ -209,6 +211,8 @@ class KDCacheDataset(Dataset[Batch]):
         arrays["length"] = arrays.pop("lengths")
         for name in arrays.keys() & _IDS:
             self._check_ids(name, arrays[name], rows)
+        if "starts" in arrays:
+            arrays["position_ids"] = document_positions(arrays.pop("starts"))
         return {name: torch.from_numpy(_handed_out(x)) for name, x in arrays.items()}
 
     def _check_ids(self, name: str, ids: np.ndarray[Any, Any], rows: np.ndarray[Any, Any]) -> None:

@@ -81,9 +81,13 @@ def position_mask(lengths_B: Tensor, seq_len: int) -> Tensor:
     return torch.arange(seq_len, device=lengths_B.device) < lengths_B[:, None]
 
 
-def label_mask(lengths_B: Tensor, seq_len: int) -> Tensor:
-    """Return ``[B, T]`` bool: positions whose next token is known (t + 1 < length)."""
-    return torch.arange(1, seq_len + 1, device=lengths_B.device) < lengths_B[:, None]
+def label_mask(lengths_B: Tensor, seq_len: int, position_ids_BT: Tensor | None = None) -> Tensor:
+    """Return ``[B, T]`` bool: positions whose next token is known (t + 1 < length).
+
+    Where positions begin anew in a row, what follows the last token of a document is another's and no label.
+    """
+    known_BT = torch.arange(1, seq_len + 1, device=lengths_B.device) < lengths_B[:, None]
+    return known_BT if position_ids_BT is None else known_BT & (next_tokens(position_ids_BT) != 0)
 
 
 def next_tokens(input_ids_BT: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qat_lora.kd.documents import document_positions
 from qat_lora.kd.draws import drawn_rows, uniforms
 from qat_lora.kd.format import CacheManifest
 from qat_lora.kd.writer import CacheWriter
@@ -36,6 +37,10 @@ class TokenRows(Protocol):
     @property
     def lengths_R(self) -> Tensor:
         """``[R]`` valid tokens per row."""
+
+    @property
+    def starts_RT(self) -> Tensor | None:
+        """``[R, T]`` bool, where positions and attention begin anew; None where they do so with the row alone."""
 
 
 def topk_rows(logits_SV: Tensor, k: int, temperatures: Sequence[float]) -> dict[str, Tensor]:
@@ -67,7 +72,7 @@ def topk_rows(logits_SV: Tensor, k: int, temperatures: Sequence[float]) -> dict[
 
 @torch.no_grad()
 def build_cache(
-    hidden_fn: Callable[[Tensor], Tensor],
+    hidden_fn: Callable[..., Tensor],
     head: Callable[[Tensor], Tensor],
     blocks: TokenRows,
     writer: CacheWriter,
@@ -82,7 +87,8 @@ def build_cache(
     """Run the teacher over the rows of all shards that `writer` has yet to write.
 
     Args:
-        hidden_fn: input_ids ``[B, T]`` int64 on `device` -> last hidden states ``[B, T, H]``.
+        hidden_fn: input_ids ``[B, T]`` int64 on `device` -> last hidden states ``[B, T, H]``; with packing
+            ``documents`` it is given position_ids, int64 ``[B, T]``, as well.
         head: hidden ``[c, H]`` -> logits ``[c, V]`` (a `Head`, say); called for `chunk_tokens` rows at a
             time, so no [B, T, V] exists.
         blocks: the token rows, as many as the manifest says.
@@ -97,23 +103,22 @@ def build_cache(
         progress: called with (rows done, rows in all) after each batch; both count this writer's own rows.
     """
     manifest = writer.manifest
-    if tuple(blocks.input_ids_RT.shape) != (manifest.rows, manifest.seq_len):
-        raise ValueError(
-            f"the manifest says {(manifest.rows, manifest.seq_len)} tokens, got {tuple(blocks.input_ids_RT.shape)}"
-        )
+    _check_rows(blocks, manifest)
     done, total, own = writer.rows_done, writer.rows, writer.missing
     for index in own:
         rows = manifest.shard_rows(index)
         arrays = {name: np.empty(shape, dtype) for name, (shape, dtype) in manifest.fields(len(rows)).items()}
         arrays["input_ids"][:] = blocks.input_ids_RT[rows.start : rows.stop].numpy()
         arrays["lengths"][:] = blocks.lengths_R[rows.start : rows.stop].numpy()
+        inputs = [arrays["input_ids"]]
+        if blocks.starts_RT is not None:
+            arrays["starts"][:] = blocks.starts_RT[rows.start : rows.stop].numpy()
+            inputs.append(document_positions(arrays["starts"]))
         for first in range(0, len(rows), batch_size):
             batch = slice(first, min(first + batch_size, len(rows)))
-            ids_BT = _filled(arrays["input_ids"][batch].astype(np.int64), batch_size).to(device)
-            chance = _chance(manifest, rows[batch], batch_size)
-            stored = stored_of(
-                hidden_fn(ids_BT), head, manifest, chunk_tokens, chance=None if chance is None else chance.to(device)
-            )
+            inputs_BT = [_filled(x[batch].astype(np.int64), batch_size).to(device) for x in inputs]
+            chance = _chance(manifest, rows[batch], batch_size, device)
+            stored = stored_of(hidden_fn(*inputs_BT), head, manifest, chunk_tokens, chance=chance)
             mark_step()
             for name, x_S in stored.items():
                 # The only host read of the loop: results go to the array that becomes the shard.
@@ -128,17 +133,26 @@ def build_cache(
         meet()
 
 
+def _check_rows(blocks: TokenRows, manifest: CacheManifest) -> None:
+    if tuple(blocks.input_ids_RT.shape) != (manifest.rows, manifest.seq_len):
+        raise ValueError(
+            f"the manifest says {(manifest.rows, manifest.seq_len)} tokens, got {tuple(blocks.input_ids_RT.shape)}"
+        )
+    if (blocks.starts_RT is not None) != (manifest.packing == "documents"):
+        raise ValueError(f"the manifest says packing={manifest.packing!r}, which the rows' starts do not fit")
+
+
 def _filled(rows: np.ndarray[Any, Any], batch_size: int) -> Tensor:
     """The rows of a batch, the last one repeated as often as rows are missing."""
     return torch.from_numpy(np.concatenate([rows, np.repeat(rows[-1:], batch_size - len(rows), axis=0)]))
 
 
-def _chance(manifest: CacheManifest, rows: range, batch_size: int) -> Tensor | None:
+def _chance(manifest: CacheManifest, rows: range, batch_size: int, device: torch.device | str) -> Tensor | None:
     """The random numbers of a batch, [B, T, 1 + N * m], where its store takes any."""
     if manifest.store != "sampled":
         return None
     count = 1 + manifest.samples * len(manifest.weighed)
-    return _filled(uniforms(manifest.sampling_seed, rows, manifest.seq_len, count), batch_size)
+    return _filled(uniforms(manifest.sampling_seed, rows, manifest.seq_len, count), batch_size).to(device)
 
 
 def stored_of(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from qat_lora.evaluate import hidden_and_head
 from qat_lora.kd import CacheManifest, KDCacheDataset, topk_rows
 from qat_lora.runtime import Runtime
-from qat_lora.train.objective import Anchor
+from qat_lora.train.objective import Anchor, Batch
 
 ANCHOR_TOP_K = 64
 
@@ -36,14 +36,16 @@ def build_anchor(
     parts: list[dict[str, Tensor]] = []
     for begin in range(0, min(samples, len(dataset)), batch_size):
         rows = [dataset[row] for row in range(begin, min(begin + batch_size, samples, len(dataset)))]
-        batch = runtime.to_device({name: torch.stack([r[name] for r in rows]) for name in ("input_ids", "length")})
-        parts.append(batch | _targets(model, batch["input_ids"], manifest.top_k, chunk_tokens, runtime))
+        names = [name for name in ("input_ids", "length", "position_ids") if name in rows[0]]
+        batch = runtime.to_device({name: torch.stack([r[name] for r in rows]) for name in names})
+        parts.append(batch | _targets(model, batch, manifest.top_k, chunk_tokens, runtime))
         runtime.mark_step("anchor rows")
     model.train(was_training)
     return Anchor({name: torch.cat([part[name] for part in parts]) for name in parts[0]}, manifest)
 
 
-def _targets(model: nn.Module, ids_BT: Tensor, top_k: int, chunk_tokens: int, runtime: Runtime) -> dict[str, Tensor]:
-    hidden_SH, head = hidden_and_head(model, ids_BT, runtime)
+def _targets(model: nn.Module, batch: Batch, top_k: int, chunk_tokens: int, runtime: Runtime) -> dict[str, Tensor]:
+    ids_BT = batch["input_ids"]
+    hidden_SH, head = hidden_and_head(model, ids_BT, runtime, position_ids_BT=batch.get("position_ids"))
     chunks = [topk_rows(head(part_CH), top_k, (1.0,)) for part_CH in hidden_SH.split(chunk_tokens)]
     return {name: torch.cat([chunk[name] for chunk in chunks]).unflatten(0, ids_BT.shape) for name in chunks[0]}

@@ -151,7 +151,7 @@ class KDObjective:
         rows = (*target, mask_S, labels_S, label_mask_S)
         constants = (hard_weight, counts.positions, counts.labels)
         picked_ids_SJ = torch.cat([target[0], labels_S[:, None]], dim=1) if alpha else target[0]
-        return self._through_head(model, batch["input_ids"], chunk_loss, rows, constants, picked_ids_SJ)
+        return self._through_head(model, batch, chunk_loss, rows, constants, picked_ids_SJ)
 
     def _anchor_loss(self, model: nn.Module, part: Batch, counts: Counts) -> Tensor:
         assert self.anchor is not None
@@ -164,7 +164,7 @@ class KDObjective:
             )
 
         rows = (*target, _masks(part)[0].flatten())
-        return self._through_head(model, part["input_ids"], chunk_loss, rows, (counts.anchors,), target[0])
+        return self._through_head(model, part, chunk_loss, rows, (counts.anchors,), target[0])
 
     def _anchor_rows(self, batch: Batch, position: int) -> Batch:
         assert self.anchor is not None
@@ -173,13 +173,14 @@ class KDObjective:
     def _through_head(
         self,
         model: nn.Module,
-        ids_BT: Tensor,
+        batch: Batch,
         chunk_loss: ChunkLoss,
         rows: tuple[Tensor, ...],
         constants: tuple[Tensor, ...],
         picked_ids_SJ: Tensor,
     ) -> Tensor:
-        hidden_SH, head = hidden_and_head(model, ids_BT, self.runtime)
+        positions_BT = batch.get("position_ids")
+        hidden_SH, head = hidden_and_head(model, batch["input_ids"], self.runtime, position_ids_BT=positions_BT)
         return chunked_head_loss(
             hidden_SH,
             head,
@@ -211,4 +212,5 @@ def check_serves(manifest: CacheManifest, kd: KDConfig) -> None:
 def _masks(batch: Batch) -> tuple[Tensor, Tensor]:
     """Which positions [B, T] have a cached target, and which a next token."""
     row_length = batch["input_ids"].shape[1]
-    return position_mask(batch["length"], row_length), label_mask(batch["length"], row_length)
+    has_label_BT = label_mask(batch["length"], row_length, batch.get("position_ids"))
+    return position_mask(batch["length"], row_length), has_label_BT

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from qat_lora import adapters, models
 from qat_lora.config import QatRun, QuantScheme, RecoveryRun
 from qat_lora.errors import CheckpointError, ConfigError
-from qat_lora.evaluate import cached_kl, placed
+from qat_lora.evaluate import cached_kl, check_documents, placed
 from qat_lora.files import check_writable, write_json
 from qat_lora.kd import KDCacheDataset
 from qat_lora.quant import freeze_codes
@@ -174,6 +174,8 @@ def _open(run: QatRun | RecoveryRun, runtime: Runtime, launch: Launch) -> _Input
     cache.require(vocab_size=identity.vocab_size, teacher_digest=identity.weights, tokenizer_digest=identity.tokenizer)
     models.check_context(loaded.model, cache.manifest.seq_len)
     models.check_head(loaded.model)
+    if cache.manifest.packing == "documents":
+        check_documents(loaded.model)
     resumed = None
     if launch == "resume" and last.exists():
         resumed = load_checkpoint(last, kind=run.command)

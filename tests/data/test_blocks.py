@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -144,3 +145,83 @@ def test_a_tokenizer_of_transformers_works_without_a_warning(caplog):
     assert blocks.input_ids_RT.tolist() == [[1, 2, 1, 2], [0, 2, 0, 0]]
     assert blocks.lengths_R.tolist() == [4, 3]
     assert not caplog.records
+
+
+def documents_in(blocks):
+    """The pieces between two starts, each with the row and the place that it begins at."""
+    found = []
+    for row, (ids, length, starts) in enumerate(zip(*(x.tolist() for x in blocks), strict=True)):
+        begins = [t for t in range(length) if starts[t]]
+        for first, stop in zip(begins, [*begins[1:], length], strict=True):
+            found.append((row, first, ids[first:stop]))
+    return found
+
+
+@pytest.mark.parametrize("seq_len", [1, 3, 4, 5, 7, 100])
+@pytest.mark.parametrize("max_rows", [None, 2])
+def test_documents_lie_as_in_a_stream_and_each_begins_anew_and_so_does_what_is_cut(seq_len, max_rows):
+    texts = ["abcd", "e", "fghijkl"]
+    stream = tokenize_blocks(texts, ByteTokenizer(), seq_len, max_rows=max_rows)
+    blocks = tokenize_blocks(texts, ByteTokenizer(), seq_len, packing="documents", max_rows=max_rows)
+    assert torch.equal(blocks.input_ids_RT, stream.input_ids_RT) and torch.equal(blocks.lengths_R, stream.lengths_R)
+    assert stream.starts_RT is None and blocks.starts_RT.dtype == torch.bool
+    wanted, at = [], 0
+    for text in texts:
+        for i, x in enumerate(expected([text])):
+            if i == 0 or at % seq_len == 0:
+                wanted.append((at // seq_len, at % seq_len, []))
+            wanted[-1][2].append(x)
+            at += 1
+    assert documents_in(blocks) == [piece for piece in wanted if max_rows is None or piece[0] < max_rows]
+
+
+def test_padding_begins_no_document():
+    blocks = tokenize_blocks(["abc"], ByteTokenizer(), 8, packing="documents")
+    assert blocks.starts_RT.tolist() == [[True] + [False] * 7]
+
+
+@pytest.mark.parametrize("seq_len", [1, 3, 4, 5, 7, 100])
+def test_padded_rows_hold_one_document_and_a_long_one_takes_several(seq_len):
+    texts = ["abcd", "e", "fghijkl"]
+    blocks = tokenize_blocks(texts, ByteTokenizer(), seq_len, packing="pad")
+    wanted = []
+    for text in texts:
+        ids = expected([text])
+        wanted += [ids[i : i + seq_len] for i in range(0, len(ids), seq_len)]
+    rows = blocks.input_ids_RT.tolist()
+    assert [row[:n] for row, n in zip(rows, blocks.lengths_R.tolist(), strict=True)] == wanted
+    assert all(x == EOS for row, n in zip(rows, blocks.lengths_R.tolist(), strict=True) for x in row[n:])
+    assert blocks.input_ids_RT.dtype == blocks.lengths_R.dtype == torch.int32 and blocks.starts_RT is None
+
+
+def test_padded_rows_stop_at_max_rows_and_read_no_further():
+    endless = (f"text {i}" for i in itertools.count())
+    blocks = tokenize_blocks(endless, ByteTokenizer(), 4, packing="pad", max_rows=3)
+    assert blocks.lengths_R.tolist() == [4, 3, 4]
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents", "pad"])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_documents_of_ids_are_laid_like_texts_with_an_eos_each(packing, dtype):
+    texts = ["abcd", "e", "fghijkl"]
+    ids = [np.array([ord(c) for c in text], dtype) for text in texts]
+    ended = np.append(ids[2], EOS)
+    only_eos, tokenizer = np.array([EOS], dtype), ByteTokenizer()
+    mixed = tokenize_blocks([ids[0], "e", only_eos, np.array([], dtype), ended], tokenizer, 5, packing=packing)
+    assert mixed.digest() == tokenize_blocks(texts, ByteTokenizer(), 5, packing=packing).digest()
+    assert [count for count, _ in tokenizer.calls] == [1]
+    tokenize_blocks([ids[0]], tokenizer, 5, packing=packing)
+    assert len(tokenizer.calls) == 1, "nothing to tokenise, nothing asked of the tokenizer"
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents", "pad"])
+def test_ids_of_a_document_beyond_the_vocabulary_are_refused(packing):
+    with pytest.raises(DataError, match="id 4294967297, but the model's vocabulary has 500 tokens"):
+        tokenize_blocks([np.array([7, 2**32 + 1])], ByteTokenizer(), 4, packing=packing, vocab_size=500)
+
+
+def test_the_digest_changes_with_where_documents_begin():
+    blocks = [tokenize_blocks(texts, ByteTokenizer(), 4, packing="documents") for texts in (["ab", "cd"], ["ab\0cd"])]
+    assert torch.equal(blocks[0].input_ids_RT, blocks[1].input_ids_RT)
+    assert blocks[0].digest() != blocks[1].digest()
+    assert blocks[0].digest() != blocks[0]._replace(starts_RT=None).digest()
