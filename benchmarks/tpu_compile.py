@@ -225,6 +225,7 @@ def _cases(args: argparse.Namespace) -> list[Any]:
             batch_size=args.batch_size,
             seq_len=args.seq_len,
             top_k=args.top_k,
+            packing=args.packing,
             accumulation_steps=args.accumulation_steps,
             recovery_r=args.recovery_r,
             dtype=args.dtype,
@@ -243,7 +244,8 @@ def _name(case: Any) -> str:
     layers = "scanned" if case.execution.scan_layers else "recomputed" if _recomputes(case) else "kept"
     shape = f"{case.batch_size} x {case.seq_len}"
     accumulated = f" x {case.accumulation_steps}" if case.accumulation_steps > 1 else ""
-    return f"{case.stage} {case.preset} {shape}{accumulated} --sync {case.execution.sync}, layers {layers}"
+    packed = f" {case.packing}" if case.packing != "stream" else ""
+    return f"{case.stage} {case.preset} {shape}{accumulated}{packed} --sync {case.execution.sync}, layers {layers}"
 
 
 def _print(report: Report) -> None:
@@ -305,6 +307,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--accumulation-steps", type=int, default=1)
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--top-k", type=int, default=128)
+    parser.add_argument("--packing", choices=["stream", "documents"], default="stream", help="of the cache's rows")
     parser.add_argument("--recovery-r", type=int, default=8)
     parser.add_argument("--chunk-tokens", type=int, default=256)
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch_xla.core.xla_builder import create_placeholder_tensor
 
 from qat_lora import adapters, models
-from qat_lora.config import AdapterConfig, ExecutionConfig, KDConfig, OptimConfig
+from qat_lora.config import AdapterConfig, ExecutionConfig, KDConfig, OptimConfig, Packing
 from qat_lora.evaluate import Windows, cached_kl, hidden_and_head, measure, placed
 from qat_lora.kd import CacheManifest, Head
 from qat_lora.kd.teacher import stored_of
@@ -55,6 +55,7 @@ class Case:
     batch_size: int = 4
     seq_len: int = 1024
     top_k: int = 128
+    packing: Packing = "stream"
     accumulation_steps: int = 1
     recovery_r: int = 8
     dtype: str = "bf16"
@@ -233,11 +234,13 @@ def _fidelity(case: Case, runtime: CaptureRuntime) -> None:
 def _cache(case: Case, runtime: CaptureRuntime) -> None:
     model = placed(_blank_model(case.config), runtime)
     head = Head(*models.head_parts(model, runtime.precision.compute))
-    ids_BT = _batch(case)["input_ids"]
+    batch = _batch(case)
+    ids_BT, positions_BT = batch["input_ids"], batch.get("position_ids")
     with torch.no_grad():
-        hidden_BTH = hidden_and_head(model, ids_BT, runtime)[0].unflatten(0, ids_BT.shape)
+        hidden_SH, _ = hidden_and_head(model, ids_BT, runtime, position_ids_BT=positions_BT)
+        hidden_BTH = hidden_SH.unflatten(0, ids_BT.shape)
         kept = stored_of(hidden_BTH, head, _manifest(case), case.kd.chunk_tokens)
-    del hidden_BTH
+    del hidden_SH, hidden_BTH
     runtime.mark_step("cache")
     del kept
 
@@ -265,6 +268,7 @@ def _manifest(case: Case) -> CacheManifest:
         temperatures=(case.kd.temperature,),
         logprob_bits=16,
         rows_per_shard=case.batch_size,
+        packing=case.packing,
     )
 
 
@@ -278,6 +282,8 @@ def _batch(case: Case) -> dict[str, Tensor]:
         "lse": ((*rows, 1), torch.float32),
         "tail": ((*rows, 1), torch.float32),
     }
+    if case.packing == "documents":
+        shapes["position_ids"] = (rows, torch.int64)
     return {name: create_placeholder_tensor(shape, dtype) for name, (shape, dtype) in shapes.items()}
 
 

@@ -67,6 +67,12 @@ def test_evaluation_fidelity_and_cache_building_compile(small_model) -> None:
     assert len(compile_steps(small_model, "--stage", "eval", "fidelity", "cache")) == 3
 
 
+def test_rows_of_several_documents_compile_in_every_form(small_model) -> None:
+    stages = ["recovery", "eval", "cache"]
+    assert len(compile_steps(small_model, "--packing", "documents", "--stage", *stages)) == 3
+    assert len(compile_steps(small_model, "--packing", "documents", "--stage", "qat", "--scan-layers", "on")) == 1
+
+
 def test_a_program_that_does_not_fit_is_an_exit_code(small_model) -> None:
     """The watch itself: 4,096 rows of 4,096 tokens with kept activations fit into no chip."""
     with pytest.raises(AssertionError, match=r"does not compile|DOES NOT FIT"):
