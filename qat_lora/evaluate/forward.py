@@ -35,7 +35,9 @@ def check_documents(model: nn.Module) -> None:
     try:
         together_BTH = models.trunk_hidden(model, torch.cat(ids, 1), torch.cat([first, second], 1))
         alone_BTH = torch.cat([models.trunk_hidden(model, document) for document in ids], 1)
-        is_same = torch.allclose(together_BTH, alone_BTH, rtol=1e-4, atol=1e-4)  # float32 in another order
+        # the same sums in another order, of digits that float32 has and a teacher loaded in less has not
+        share = 1e-4 if alone_BTH.dtype == torch.float32 else 0.05
+        is_same = bool((together_BTH - alone_BTH).abs().max() <= share * alone_BTH.abs().max())
     except TypeError:
         is_same = False  # it takes no positions
     if not is_same:

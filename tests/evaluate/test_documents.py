@@ -107,13 +107,15 @@ def test_what_stands_in_another_document_changes_no_bit(family, implementation, 
                 stop += length
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_models_that_keep_documents_apart_pass_the_check(family, implementation) -> None:
-    check_documents(model_of(family, implementation).eval())
+def test_models_that_keep_documents_apart_pass_the_check(family, implementation, dtype) -> None:
+    check_documents(model_of(family, implementation).to(dtype).eval())
 
 
-def test_a_model_that_does_not_is_refused_before_anything_is_built() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_does_not_is_refused_before_anything_is_built(dtype) -> None:
     import transformers
 
     config = transformers.OPTConfig(
@@ -124,7 +126,7 @@ def test_a_model_that_does_not_is_refused_before_anything_is_built() -> None:
         for p in opt.parameters():
             p.add_(0.3 * torch.randn_like(p))
     with pytest.raises(ModelError, match="OPTForCausalLM cannot keep documents in one row apart; .* --packing pad"):
-        check_documents(opt)
+        check_documents(opt.to(dtype))
     positionless = tiny("Llama").eval()
     positionless.model.forward = lambda input_ids, use_cache: None
     with pytest.raises(ModelError, match="LlamaForCausalLM cannot keep documents"):

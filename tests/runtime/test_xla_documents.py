@@ -41,9 +41,10 @@ LAYERS: dict[str, dict[str, Any]] = {
 CACHE = {"top_k": 16, "logprob_dtype": "float32", "packing": "documents"}
 
 
-def settings(cache: Path, output: Path, student: Path, **execution: Any) -> RecoveryRun:
+def settings(cache: Path, output: Path, student: Path, *, rows: int = 4, **execution: Any) -> RecoveryRun:
+    loop = {"max_steps": 6, "accumulation_steps": 2, "eval_every": 3, "log_every": 1, "batch_size": rows}
     return recovery_run(
-        cache, output, student, loop={"max_steps": 6, "accumulation_steps": 2, "eval_every": 3, "log_every": 1},
+        cache, output, student, loop=loop,
         kd=KDConfig(ce_alpha=0.2, anchor_kl_weight=0.5, anchor_samples=4), optim=programs.OPTIM,
         execution=ExecutionConfig(max_recompiles=0, **execution),
     )  # fmt: skip
@@ -64,6 +65,13 @@ def train(cache: str, folder: str, student: str) -> dict[str, Any]:
         result = run_recovery(settings(Path(cache), output, Path(student), **execution), runtime)
         found[name] = numbers_of(result) | {"summary": json.loads((output / "summary.json").read_text())}
     return found
+
+
+def spread(cache: str, folder: str, student: str) -> dict[str, Any]:
+    """A recovery run by one program on all devices, two rows on each, the model divided among them."""
+    runtime = runtime_for(ON_XLA, shard="spmd")
+    run = settings(Path(cache), Path(folder), Path(student), rows=2, shard="spmd")
+    return numbers_of(run_recovery(run, runtime)) | {"devices": runtime.devices}
 
 
 def build(teacher: str, text: str, folder: str) -> dict[str, Any]:
@@ -105,18 +113,30 @@ def cache(tmp_path_factory, teacher_dir, text_file) -> Path:
     return folder / "cache"
 
 
-def test_training_is_the_cpus_and_compiles_nothing_for_other_boundaries(cache, tmp_path) -> None:
+@pytest.fixture(scope="module")
+def student(tmp_path_factory, cache) -> Path:
+    return run_qat(qat_run(cache, tmp_path_factory.mktemp("student") / "qat"), LocalRuntime("cpu")).best
+
+
+def test_training_is_the_cpus_and_compiles_nothing_for_other_boundaries(cache, student, tmp_path) -> None:
     """With anchor rows, next-token loss and evaluations; layers kept, recomputed and scanned; --max-recompiles 0."""
     positions = KDCacheDataset(cache, preload=True)
     seen = {tuple(positions[row]["position_ids"].tolist()) for row in range(len(positions))}
     assert len(seen) > len(positions) // 3, "boundaries that do not differ prove nothing"
-    student = run_qat(qat_run(cache, tmp_path / "qat"), LocalRuntime("cpu")).best
     expected = numbers_of(run_recovery(settings(cache, tmp_path / "cpu", student), LocalRuntime("cpu")))
     found = run_program("train", cache, tmp_path / "xla", student)
     for name in LAYERS:
         assert found[name]["summary"]["compilations_after_first_step"] == 0, name
         assert found[name]["losses"] == pytest.approx(expected["losses"], rel=1e-4), name
         assert found[name]["kl"] == pytest.approx(expected["kl"], rel=1e-4), name
+
+
+def test_four_devices_as_one_program_train_like_the_cpu(cache, student, tmp_path) -> None:
+    expected = numbers_of(run_recovery(settings(cache, tmp_path / "cpu", student, rows=8), LocalRuntime("cpu")))
+    found = run_program("spread", cache, tmp_path / "xla", student, CPU_NUM_DEVICES="4")
+    assert found["devices"] == 4
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+    assert found["kl"] == pytest.approx(expected["kl"], rel=1e-4)
 
 
 def test_a_cache_built_there_is_the_cpus_from_one_graph_without_a_host_read(cache, teacher_dir, tmp_path) -> None:
