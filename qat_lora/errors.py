@@ -55,6 +55,10 @@ class OutputError(QatLoraError):
     """A result cannot be written where it was asked for."""
 
 
+class DiskFull(OutputError):
+    """A result cannot be written for want of space."""
+
+
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the closest known word, else the list of known words."""
     words = sorted(known)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -10,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from qat_lora.errors import OutputError
+from qat_lora.errors import DiskFull, OutputError
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Call `write` with a temporary file beside `path`, flush it to disk, then rename it into place.
 
-    Raises OutputError where the folder cannot be written; nothing half-written stays.
+    Raises OutputError where the folder cannot be written, DiskFull where it is full; nothing half-written stays.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -64,7 +65,8 @@ def check_writable(folder: Path) -> None:
 
 def _unwritable(path: Path, error: OSError) -> OutputError:
     reason = error.strerror or str(error)
-    return OutputError(f"{path} cannot be written ({reason}); choose another --output or free space.")
+    kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else OutputError
+    return kind(f"{path} cannot be written ({reason}); choose another --output or free space.")
 
 
 def _sync_folder(folder: Path) -> None:

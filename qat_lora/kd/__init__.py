@@ -17,7 +17,8 @@ from qat_lora.kd.losses import (
 )
 from qat_lora.kd.parts import Part, load_manifest
 from qat_lora.kd.reader import KDCacheDataset
-from qat_lora.kd.summary import CacheSummary, summarise, verify
+from qat_lora.kd.soundness import verify
+from qat_lora.kd.summary import CacheSummary, summarise
 from qat_lora.kd.targets import label_mask, next_tokens, position_mask, targets
 from qat_lora.kd.teacher import build_cache, topk_rows
 from qat_lora.kd.writer import CacheWriter

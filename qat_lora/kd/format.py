@@ -23,7 +23,7 @@ import numpy as np
 
 from qat_lora.config import Packing, Store
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
-from qat_lora.files import write_json
+from qat_lora.files import write_atomically
 
 SCHEMA = "qat_lora.kd_cache/3"
 MANIFEST_NAME = "manifest.json"
@@ -163,7 +163,8 @@ class CacheManifest:
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that decide what the rows hold: equal identity, equal cache."""
-        return {k: v for k, v in self.to_json().items() if k not in ("teacher", "source", "shards", "complete")}
+        plain = dataclasses.replace(self, shards=()).to_json()  # many shards are dear to make plain
+        return {k: v for k, v in plain.items() if k not in ("teacher", "source", "shards", "complete")}
 
     def differing(self, other: CacheManifest) -> dict[str, tuple[Any, Any]]:
         """Return the fields of the identity that differ, each with this value and the other's."""
@@ -238,7 +239,7 @@ class CacheManifest:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The plain form, as it stands in manifest.json and in the records of parts and ranks."""
+        """The plain form, as it stands in manifest.json and in the records of parts and ranks, less their digest."""
         plain = dataclasses.asdict(self)
         plain["temperatures"] = list(self.temperatures)
         plain["shards"] = list(plain["shards"])
@@ -248,19 +249,26 @@ class CacheManifest:
     def read(cls, path: Path) -> CacheManifest:
         """Read one file; CacheError where it cannot be read or understood."""
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            content = path.read_bytes()
+            data = json.loads(content.decode())
+        except (OSError, ValueError) as error:
             raise CacheError(
                 f"Cannot read {str(path)!r} ({error}); restore the file or build the cache again."
             ) from error
-        return cls._from_json(data, path)
+        return cls._from_json(data, content, path)
 
     @classmethod
-    def _from_json(cls, data: Any, path: Path) -> CacheManifest:
+    def _from_json(cls, data: Any, content: bytes, path: Path) -> CacheManifest:
         schema = data.get("schema") if isinstance(data, dict) else None
         if schema != SCHEMA:
             raise CacheMismatch(
                 f"{str(path)!r} has schema {schema!r}, but this version reads {SCHEMA!r}; build the cache again."
+            )
+        data.pop("digest", None)
+        if sealed(data) != content:
+            raise CacheError(
+                f"{str(path)!r} is damaged: its digest is not that of its content (a byte was changed, or it was "
+                "edited by hand); restore the file or build the cache again."
             )
         try:
             shards = tuple(ShardRecord(**s) for s in data.pop("shards"))
@@ -276,7 +284,21 @@ class CacheManifest:
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""
-        write_json(path, self.to_json())
+        content = sealed(self.to_json())
+        write_atomically(path, lambda stream: stream.write(content))
+
+
+def sealed(tree: Mapping[str, Any]) -> bytes:
+    """The content of a record file: the JSON of a tree, and last in it the sha256 of all that less these 64 digits.
+
+    A function of the tree, so a file that says the same in other bytes is not this one either.
+    """
+
+    def content(digest: str) -> bytes:
+        text = json.dumps({**tree, "digest": digest}, indent=2, ensure_ascii=False) + "\n"
+        return text.encode("utf-8", "surrogatepass")
+
+    return content(hashlib.sha256(content("")).hexdigest())
 
 
 def shard_name(index: int) -> str:

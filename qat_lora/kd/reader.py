@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
-from qat_lora.files import sha256_file
 from qat_lora.kd.codec import decoded
 from qat_lora.kd.documents import document_positions
 from qat_lora.kd.format import CacheManifest
 from qat_lora.kd.parts import load_manifest, what_is_missing
-from qat_lora.kd.shards import MemoryShards, RowSource, ShardFiles, damaged, row_fractions
+from qat_lora.kd.shards import MemoryShards, RowSource, ShardFiles, row_fractions
+from qat_lora.kd.soundness import verify
 from qat_lora.kd.targets import check_top_k
 
 _IDS = {"input_ids", "topk_ids", "draw_ids"}
@@ -170,11 +170,8 @@ class KDCacheDataset(Dataset[Batch]):
             )
 
     def verify(self) -> None:
-        """Read every shard and compare sha256 with what was recorded; CacheError where they differ."""
-        for record in self.manifest.shards:
-            found = sha256_file(self.path / record.file)
-            if found != record.sha256:
-                raise CacheError(damaged(self.path / record.file, record.sha256, found))
+        """Read every byte; CacheError, naming all files that differ from what was recorded."""
+        verify(self.path)
 
     def _order(self, epoch: int) -> np.ndarray[Any, Any]:
         if epoch not in self._orders:

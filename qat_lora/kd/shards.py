@@ -1,7 +1,7 @@
 """Reading rows out of shard files, from disk as needed or from memory.
 
-Owns file handles, the checks of a shard against its manifest, and the content hash of rows. Does not own row
-order, splits or tensors: it returns arrays as they are stored.
+Owns file handles and the content hash of rows. Does not own row order, splits or tensors: it returns arrays as they
+are stored.
 
 Legend: R rows, T positions.
 """
@@ -18,13 +18,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load as from_safetensors
 
 from qat_lora.errors import CacheError
-from qat_lora.kd.format import SHARD_KEY, CacheManifest, ends_name
+from qat_lora.kd.format import CacheManifest, ends_name
+from qat_lora.kd.soundness import REBUILD, check_shards, damaged
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 OPEN_HANDLES = 16
 ROWS_PER_HASH_READ = 1024
-REBUILD = "restore the file, or delete it and run the build command again to write it anew"
 
 
 class RowSource(Protocol):
@@ -44,8 +44,7 @@ class ShardFiles:
         """Check every shard's size and tag against the manifest."""
         self.directory, self.manifest = directory, manifest
         self._open: OrderedDict[int, Any] = OrderedDict()
-        for index in range(manifest.shard_count):
-            self._check(index)
+        check_shards(directory, manifest)
 
     def read(self, rows: Array, names: tuple[str, ...] | None = None) -> dict[str, Array]:
         """See `RowSource`."""
@@ -89,19 +88,6 @@ class ShardFiles:
     def __getstate__(self) -> dict[str, Any]:
         """Leave the handles behind: a worker process opens its own."""
         return {**self.__dict__, "_open": OrderedDict()}
-
-    def _check(self, index: int) -> None:
-        path, record = self.path(index), self.manifest.shards[index]
-        if not path.is_file():
-            raise CacheError(
-                f"The KD cache lacks its shard {str(path)!r}; restore the file or run the build command again."
-            )
-        size = path.stat().st_size
-        if size != record.bytes:
-            raise CacheError(f"{str(path)!r} has {size} bytes instead of {record.bytes} (cut short?); {REBUILD}.")
-        tag = (self._handle(index).metadata() or {}).get(SHARD_KEY)
-        if tag != self.manifest.shard_tag(index):
-            raise CacheError(f"{str(path)!r} belongs to another KD cache or another place in this one; {REBUILD}.")
 
     def _handle(self, index: int) -> Any:
         if index in self._open:
@@ -165,9 +151,3 @@ def row_fractions(source: RowSource, rows: int) -> Array:
         # 53 bits are what a float holds: 64 could round up to 1.0.
         fractions[chosen] = (np.frombuffer(digests, ">u8") >> np.uint64(11)) / 2.0**53
     return fractions
-
-
-def damaged(path: Path, recorded: str, found: str) -> str:
-    """Say that a shard's digest is not the recorded one."""
-    digests = f"sha256 {found[:12]}.. instead of the recorded {recorded[:12]}.."
-    return f"{str(path)!r} is damaged: {digests}; {REBUILD}."

@@ -1,6 +1,7 @@
-"""What a cache holds, said for people: sizes by field, how much of the teacher is kept, whether its files are whole.
+"""What a cache holds, said for people: sizes by field, how much of the teacher is kept.
 
-Reads a finished cache or an unfinished one, a few rows of each shard, or, to verify it, every byte.
+Reads a finished cache or an unfinished one, a few rows of each shard. Whether every byte is the one that was written
+is `soundness`'s to say.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from qat_lora.errors import CacheError
-from qat_lora.files import sha256_file
 from qat_lora.kd.codec import decoded_logprobs
 from qat_lora.kd.format import CacheManifest, ShardRecord, ends_name
 from qat_lora.kd.parts import load_manifest
-from qat_lora.kd.shards import Array, damaged
+from qat_lora.kd.shards import Array
+from qat_lora.kd.soundness import check_shards
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ def summarise(directory: Path | str, *, max_rows: int = 1024) -> CacheSummary:
     manifest = load_manifest(directory)
     if not manifest.shards:
         raise CacheError(f"The KD cache {str(directory)!r} has no finished shard yet; run its build command again.")
+    check_shards(directory, manifest)
     lengths = np.concatenate(
         [_read(directory, shard, ("lengths",), shard.rows)["lengths"] for shard in manifest.shards]
     )
@@ -72,21 +74,6 @@ def summarise(directory: Path | str, *, max_rows: int = 1024) -> CacheSummary:
         kept_mass=float(kept_P.mean()),
         entropy=float(entropy_P.mean()),
     )
-
-
-def verify(directory: Path | str) -> CacheManifest:
-    """Compare the sha256 of every shard with the recorded one; CacheError, naming all that differ."""
-    directory = Path(directory)
-    manifest = load_manifest(directory)
-    wrong = []
-    for shard in manifest.shards:
-        path = directory / shard.file
-        found = sha256_file(path) if path.is_file() else "no file"
-        if found != shard.sha256:
-            wrong.append(damaged(path, shard.sha256, found))
-    if wrong:
-        raise CacheError(" ".join(wrong))
-    return manifest
 
 
 def _kept_and_entropy(directory: Path, manifest: CacheManifest, shard: ShardRecord, rows: int) -> tuple[Array, Array]:

@@ -12,12 +12,13 @@ import dataclasses
 import hashlib
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save as to_safetensors
 
-from qat_lora.errors import CacheError, CacheMismatch, ConfigError
+from qat_lora.errors import CacheError, CacheMismatch, ConfigError, DiskFull
 from qat_lora.files import check_writable, write_atomically
 from qat_lora.kd.codec import encoded
 from qat_lora.kd.format import (
@@ -29,6 +30,7 @@ from qat_lora.kd.format import (
     shard_name,
 )
 from qat_lora.kd.parts import WHOLE, Part, named, record_name, records_in, united, with_shards
+from qat_lora.kd.soundness import damaged, shard_tag_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,18 +94,48 @@ class CacheWriter:
 
     def write_shard(self, index: int, fields: Arrays) -> None:
         """Write the fields of shard `index`, which must be one of `missing`, and record it."""
-        if index not in self.missing:
-            raise ValueError(f"shard {index} is not this writer's: it lacks {self.missing}")
+        self._check_missing(index)
         rows = len(self.manifest.shard_rows(index))
         _check_fields(self.manifest, rows, fields)
         data = to_safetensors(
             {name: np.ascontiguousarray(x) for name, x in encoded(self.manifest, fields).items()},
             metadata={SHARD_KEY: self.manifest.shard_tag(index)},
         )
-        write_atomically(self.directory / shard_name(index), lambda stream: stream.write(data))
-        record = ShardRecord(shard_name(index), rows, len(data), hashlib.sha256(data).hexdigest())
-        self.manifest = with_shards(self.manifest, (*self.manifest.shards, record), self.part)
-        self.manifest.save(self.directory / record_name(self.part, self.rank if self.world_size > 1 else None))
+        self._write(index, data)
+
+    def copy_shard(self, index: int, path: Path, sha256: str) -> None:
+        """Write shard `index`, one of `missing`, as another folder has it; CacheError where it is damaged there."""
+        self._check_missing(index)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise CacheError(f"{str(path)!r} cannot be read ({error.strerror}); restore the file.") from None
+        found = hashlib.sha256(data).hexdigest()
+        if found != sha256:
+            raise CacheError(damaged(path, sha256, found))
+        self._write(index, data)
+
+    def _check_missing(self, index: int) -> None:
+        if index not in self.missing:
+            raise ValueError(f"shard {index} is not this writer's: it lacks {self.missing}")
+
+    def _write(self, index: int, data: bytes) -> None:
+        record = ShardRecord(
+            shard_name(index), len(self.manifest.shard_rows(index)), len(data), hashlib.sha256(data).hexdigest()
+        )
+        try:
+            write_atomically(self.directory / record.file, lambda stream: stream.write(data))
+            manifest = with_shards(self.manifest, (*self.manifest.shards, record), self.part)
+            manifest.save(self.directory / record_name(self.part, self.rank if self.world_size > 1 else None))
+        except DiskFull:
+            left = len(self.missing)
+            raise DiskFull(
+                f"The disk of {str(self.directory)!r} is full: {record.file} takes {_megabytes(len(data))} and "
+                f"{left} {'shard is' if left == 1 else 'shards are'} still missing, so free about "
+                f"{_megabytes(left * len(data))} and run the same command again; it goes on here, with the "
+                f"{len(self.manifest.shards)} that are written."
+            ) from None
+        self.manifest = manifest
 
     def finish(self) -> CacheManifest:
         """Return the complete manifest of the part: rank 0 makes it of all ranks' records, the others read it."""
@@ -141,6 +173,7 @@ class CacheWriter:
                 f"{str(self.directory)!r} holds a whole cache, finished or not, so part={str(self.part)!r} cannot be "
                 "built there; finish it without --part, or choose another --output."
             )
+        self._refuse_foreign(shards, records[0].manifest if records else wanted)
         self._remove_leftovers()
         if not any(self._is_ours(record.part) for record in records):
             fresh = dataclasses.replace(wanted, shards=(), complete=False)
@@ -182,6 +215,19 @@ class CacheWriter:
                 "choose another --output or delete that directory."
             )
 
+    def _refuse_foreign(self, files: Sequence[str], ours: CacheManifest) -> None:
+        """Raise CacheMismatch at a shard of another cache; what is no sound file, or not recorded, is written anew."""
+        for path in (self.directory / file for file in files):
+            try:
+                tag = shard_tag_of(path)
+            except CacheError:
+                continue
+            if (match := re.fullmatch(r"shard-([0-9]+)", path.stem)) and tag != ours.shard_tag(int(match[1])):
+                raise CacheMismatch(
+                    f"{str(path)!r} is no shard of the cache that the folder's manifest describes, or of another place "
+                    "in it, and is not written over; delete it to have it built, or choose another --output."
+                )
+
     def _is_ours(self, part: Part) -> bool:
         return self.part in (WHOLE, part)
 
@@ -198,6 +244,10 @@ class CacheWriter:
                 shard is not None and int(shard[1]) % self.part.count == self.part.number - 1
             ):
                 path.unlink(missing_ok=True)
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size:,} bytes"
 
 
 def _check_fields(manifest: CacheManifest, rows: int, fields: Arrays) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from qat_lora.data import Blocks
 from qat_lora.kd import CacheManifest, CacheWriter, Head, build_cache
+from qat_lora.kd.format import sealed
 
 VOCAB, HIDDEN, SEQ_LEN = 29, 6, 5
 
@@ -64,6 +66,12 @@ def build(directory, rows=7, *, teacher=None, progress=None, batch_size=2, last_
     build_cache(teacher, teacher.head, blocks, writer, batch_size=batch_size, chunk_tokens=4, progress=progress)
     writer.finish()
     return teacher
+
+
+def edit_record(path, **changes):
+    """Change or, with None, remove fields of a record file, with a digest that fits."""
+    data = {**json.loads(path.read_text()), **changes}
+    path.write_bytes(sealed({k: v for k, v in data.items() if k != "digest" and v is not None}))
 
 
 @pytest.fixture(scope="session")

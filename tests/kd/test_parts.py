@@ -11,8 +11,9 @@ import pytest
 
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from qat_lora.kd import CacheManifest, CacheWriter, KDCacheDataset, Part, build_cache, load_manifest
+from qat_lora.kd.format import sealed
 from qat_lora.kd.parts import WHOLE, named, record_name
-from tests.kd.conftest import TinyTeacher, blocks_of, build, manifest_of
+from tests.kd.conftest import TinyTeacher, blocks_of, build, edit_record, manifest_of
 from tests.kd.test_writer import Interrupted, contents, stop_after
 
 ROWS = 14
@@ -64,7 +65,7 @@ def test_parts_copied_together_are_the_cache_and_are_made_one(tmp_path, whole, c
         shutil.copytree(tmp_path / str(number), tmp_path / "c", dirs_exist_ok=True)
     parts = [name for name in contents(tmp_path / "c") if name.startswith("manifest")]
     assert parts == [f"manifest.part-{number}-of-{count}.json" for number in range(1, count + 1)]
-    assert load_manifest(tmp_path / "c").to_json() == json.loads(whole["manifest.json"])
+    assert sealed(load_manifest(tmp_path / "c").to_json()) == whole["manifest.json"]
     KDCacheDataset(tmp_path / "c", preload=True).verify()
     assert run(writer_of(tmp_path / "c")).shapes == []
     assert contents(tmp_path / "c") == whole
@@ -250,11 +251,11 @@ def test_parts_of_different_numbers_are_united_and_may_not_contradict_each_other
     assert "has 4 of 5 shards: part 4/4 is missing" in message(tmp_path)
     build_part(tmp_path, 3, 4)  # 2, which part 1/2 has too, and with the same bytes
     build_part(tmp_path, 4, 4)  # 3
-    assert load_manifest(tmp_path).to_json() == json.loads(whole["manifest.json"])
+    assert sealed(load_manifest(tmp_path).to_json()) == whole["manifest.json"]
     path = tmp_path / "manifest.part-3-of-4.json"
     data = json.loads(path.read_text())
     data["shards"][0]["sha256"] = "0" * 64
-    path.write_text(json.dumps(data))
+    edit_record(path, shards=data["shards"])
     text = message(tmp_path, CacheMismatch)
     for word in ("part-1-of-2.json", "part-3-of-4.json", "shard-00002.safetensors", "000000000000.. here"):
         assert word in text, word
@@ -291,8 +292,8 @@ def test_a_record_whose_shards_are_no_shards_is_damaged(tmp_path, files):
     data["shards"] = [
         {**data["shards"][0], "file": f if isinstance(f, str) else f"shard-{f:05d}.safetensors"} for f in files
     ]
-    (tmp_path / "manifest.json").write_text(json.dumps(data))
-    assert "damaged" in message(tmp_path)
+    edit_record(tmp_path / "manifest.json", shards=data["shards"])
+    assert "damaged (" in message(tmp_path)
 
 
 def test_names_of_records_are_read_as_they_are_written():

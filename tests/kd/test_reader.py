@@ -17,7 +17,8 @@ from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from qat_lora.kd import KDCacheDataset, load_manifest, position_mask
 from qat_lora.kd import shards as shards_module
 from qat_lora.kd.codec import decoded, encoded
-from tests.kd.conftest import SEQ_LEN, VOCAB, TinyTeacher, blocks_of, build
+from qat_lora.kd.format import SCHEMA
+from tests.kd.conftest import SEQ_LEN, VOCAB, TinyTeacher, blocks_of, build, edit_record
 
 
 def take(iterator, n):
@@ -221,8 +222,7 @@ def message(path, error=CacheError, **arguments):
 
 
 def edit_manifest(cache, **changes):
-    path = cache / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    edit_record(cache / "manifest.json", **changes)
 
 
 def test_a_missing_directory_or_manifest(cache, tmp_path):
@@ -239,11 +239,9 @@ def test_a_manifest_that_is_no_manifest(cache, text):
 
 def test_a_manifest_of_another_schema_or_with_fields_missing(cache):
     edit_manifest(cache, schema="qat_lora.kd_cache/0")
-    assert "'qat_lora.kd_cache/0', but this version reads 'qat_lora.kd_cache/3'" in message(cache, CacheMismatch)
-    data = json.loads((cache / "manifest.json").read_text())
-    del data["teacher_digest"]
-    (cache / "manifest.json").write_text(json.dumps({**data, "schema": "qat_lora.kd_cache/3"}))
-    assert "damaged" in message(cache)
+    assert f"'qat_lora.kd_cache/0', but this version reads {SCHEMA!r}" in message(cache, CacheMismatch)
+    edit_manifest(cache, schema=SCHEMA, teacher_digest=None)
+    assert "damaged (" in message(cache)
 
 
 def test_an_unfinished_build(cache):

@@ -70,17 +70,19 @@ def test_a_flipped_byte_is_found_and_named(folder, place) -> None:
         data = bytearray((folder / name).read_bytes())
         data[place] ^= 1
         (folder / name).write_bytes(data)
-    with pytest.raises(CacheError, match=r"shard-00001.safetensors' is damaged: .*shard-00004.safetensors' is damaged"):
+    with pytest.raises(
+        CacheError, match=r"shard-00001.safetensors' is (no sound|damaged).*shard-00004.safetensors' is "
+    ):
         verify(folder)
 
 
 def test_a_lost_or_unreadable_shard_is_one_sentence(folder) -> None:
     path = folder / "shard-00002.safetensors"
     path.write_bytes(path.read_bytes()[:40])
-    with pytest.raises(CacheError, match=r"shard-00002.safetensors' cannot be read .*delete it and run the build"):
+    with pytest.raises(CacheError, match=r"shard-00002.safetensors' has 40 bytes .*delete it and run the build"):
         summarise(folder)
     path.unlink()
-    with pytest.raises(CacheError, match="shard-00002.safetensors' is damaged: sha256 no file"):
+    with pytest.raises(CacheError, match="lacks its shard .*shard-00002.safetensors'"):
         verify(folder)
     run(writer_of(folder))
     verify(folder)

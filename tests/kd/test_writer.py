@@ -14,7 +14,7 @@ import pytest
 
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError, OutputError
 from qat_lora.kd import CacheWriter, KDCacheDataset, load_manifest
-from qat_lora.kd.format import SHARD_BYTES
+from qat_lora.kd.format import SHARD_BYTES, sealed
 from tests.kd.conftest import blocks_of, build, manifest_of
 
 
@@ -171,8 +171,9 @@ def test_the_manifest_survives_its_json_form(tmp_path):
     build(tmp_path)
     manifest = load_manifest(tmp_path)
     assert manifest.complete and len(manifest.shards) == 3 and manifest.rows == 7
-    data = json.loads((tmp_path / "manifest.json").read_text())
-    assert data == manifest.to_json()
+    content = (tmp_path / "manifest.json").read_bytes()
+    assert content == sealed(manifest.to_json())
+    assert json.loads(content) == {**manifest.to_json(), "digest": json.loads(content)["digest"]}
     manifest.save(tmp_path / "manifest.json")
     assert load_manifest(tmp_path) == manifest
 

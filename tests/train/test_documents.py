@@ -54,9 +54,7 @@ def texts_file(tmp_path_factory, text_file) -> Path:
 def packed_caches(tmp_path_factory, teacher_dir, texts_file) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("packed")
     for packing in PACKINGS:
-        run = cache_run(
-            teacher_dir, texts_file, folder / packing, top_k=VOCAB, logprob_bits=32, packing=packing
-        )
+        run = cache_run(teacher_dir, texts_file, folder / packing, top_k=VOCAB, logprob_bits=32, packing=packing)
         commands.cache(run)
     return {packing: folder / packing for packing in PACKINGS}
 
