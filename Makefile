@@ -5,10 +5,11 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 SCALING_ARGS ?=
 REPEAT ?= 10
+KILLS ?= 200
 # torch_xla has wheels for Linux on x86-64 alone; elsewhere its half of the tests is left out, and said to be.
 HAS_XLA := $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m))
 
-.PHONY: demo test lint test-torch test-xla proof repeat bench scaling venv venv-xla venv-tpu test-tpu notebook teacher clean
+.PHONY: demo test lint test-torch test-xla proof kills repeat bench scaling venv venv-xla venv-tpu test-tpu notebook teacher clean
 .DEFAULT_GOAL := demo
 
 # DEVICE=xla: torch_xla's device, a TPU where there is one, else the CPU by way of PJRT.
@@ -47,6 +48,9 @@ test-xla-absent:
 
 proof: venv  ## the slow proofs: the demo's bars at 2 and 4 bits
 	.venv/bin/python -m pytest -m slow -s $(PYTEST_ARGS)
+
+kills: venv  ## KILLS builds of a cache that die at random moments and are gone on with; KILL_SEED=n repeats the moments
+	KILLS=$(KILLS) .venv/bin/python -m pytest -m slow -s tests/kd/test_kills.py $(PYTEST_ARGS)
 
 # What fails once in ten times does not show in one run of the suite: threads of several ranks end in any order.
 repeat: venv $(if $(HAS_XLA),venv-xla)  ## the tests that ranks hold equal bits, REPEAT times, up to the first failure

@@ -1,0 +1,61 @@
+"""kill -9 at random moments of real commands: whoever runs them again gets the bytes of a run that nobody killed.
+
+`make kills` kills 200 builds; KILLS and KILL_SEED change how many, and which moments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kd.killing import contents
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def build_argv(teacher_dir, text_file) -> list[str]:
+    """Twelve shards of a tiny transformer's predictions."""
+    return [
+        "cache", "--teacher", str(teacher_dir), "--data", str(text_file), "--seq-len", "24", "--top-k", "8",
+        "--temperatures", "1.0,2.0", "--rows-per-shard", "4", "--max-rows", "46", "--batch-size", "2",
+        "--output", "{output}", "--device", "cpu", "--quiet",
+    ]  # fmt: skip
+
+
+def killed(argv: list[str], folder: Path, kills: int) -> dict:
+    """Run `tests.kd.killing`, print what it says, and return it."""
+    seed = int(os.environ.get("KILL_SEED") or random.SystemRandom().randrange(2**32))
+    print(f"KILL_SEED={seed}")
+    folder.mkdir()
+    job = {"argv": argv, "folder": str(folder), "kills": kills, "seed": seed}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kd.killing", json.dumps(job)],
+        capture_output=True, text=True, cwd=ROOT, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = done.stdout.splitlines()[-1]
+    print(said)
+    return json.loads(said)
+
+
+def test_builds_that_are_killed_go_on_to_the_same_bytes(build_argv, tmp_path) -> None:
+    said = killed(build_argv, tmp_path / "k", 6)
+    assert said["kills"] == 6 and said["files"] == 13 and said["compared"] >= 1
+    assert len(contents(tmp_path / "k" / "killed")) == 13
+
+
+@pytest.mark.slow
+def test_two_hundred_builds_that_are_killed_go_on_to_the_same_bytes(build_argv, tmp_path) -> None:
+    wanted = int(os.environ.get("KILLS") or 200)
+    said = killed(build_argv, tmp_path / "k", wanted)
+    assert said["kills"] == wanted and said["files"] == 13
+    if wanted >= 200:  # moments at which something is half done were among them
+        assert {"a file half written", "shards and records"} <= set(said["left"])
