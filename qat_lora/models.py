@@ -83,6 +83,19 @@ def load(name: str, *, dtype: torch.dtype = torch.float32) -> Loaded:
     return Loaded(model.eval().requires_grad_(False), tokenizer, identity, _stored_bits(folder))
 
 
+def identify(name: str) -> Identity:
+    """Return the identity of a model without loading its weights."""
+    from transformers import AutoConfig
+
+    folder = resolve(name)
+    tokenizer = load_tokenizer(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except _UNREADABLE as error:
+        raise ModelError(f"no config.json can be read in {folder} ({_first_line(error)}); add the model's.") from None
+    return Identity(name, weights_digest(folder), tokenizer_digest(tokenizer), config.vocab_size)
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer that lies with a model."""
     from transformers import AutoTokenizer

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "qat_lora"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 LEVELS = {
-    "errors": 0, "files": 0, "settings": 0, "config": 0, "presets": 0,
+    "errors": 0, "files": 0, "settings": 0, "config": 0, "cache_runs": 0, "presets": 0,
     "products": 0, "attention": 0, "loops": 0, "layers": 0, "norms": 0, "mlps": 0,
     "models": 1, "quant": 1, "adapters": 1, "kd": 1, "data": 1, "runtime": 1,
     "evaluate": 2,
@@ -29,6 +29,7 @@ LEVEL_0 = [
     "files",
     "settings",
     "config",
+    "cache_runs",
     "presets",
     "products",
     "attention",

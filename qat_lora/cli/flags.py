@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin
 
 from qat_lora import presets
+from qat_lora.cache_runs import AnyCacheRun
 from qat_lora.config import AnyRun, QatRun
 from qat_lora.errors import ConfigError, did_you_mean
 from qat_lora.settings import leaves, load_settings, override, override_text
@@ -39,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see `{self.prog} --help`.")
 
 
-def add_flags(parser: argparse.ArgumentParser, run_class: type[AnyRun]) -> None:
+def add_flags(parser: argparse.ArgumentParser, run_class: type[AnyRun | AnyCacheRun]) -> None:
     """Add a flag for every leaf of the run, and those of the launch where it trains."""
     found, defaults = leaves(run_class), run_class()
     for path, (field, hint) in found.items():
@@ -81,7 +82,7 @@ def add_flags(parser: argparse.ArgumentParser, run_class: type[AnyRun]) -> None:
     )
 
 
-def run_from(args: argparse.Namespace, run_class: type) -> AnyRun:
+def run_from(args: argparse.Namespace, run_class: type) -> AnyRun | AnyCacheRun:
     """Build the run that the flags describe; raises ConfigError at a value out of range or an unknown key."""
     given = vars(args)
     run: Any = run_class()

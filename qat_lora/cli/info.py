@@ -8,6 +8,11 @@ from rich.table import Table
 
 from qat_lora.kd import CacheManifest, CacheSummary
 
+_NORMALIZERS = {
+    "estimated": "log-sum-exp and tail are estimates from uniform samples: see source",
+    "candidates": "over the candidates alone, so that each is too probable (biased)",
+}
+
 
 def cache_table(directory: Path, summary: CacheSummary) -> Table:
     """What `qat-lora cache info` prints: one line per fact."""
@@ -22,6 +27,7 @@ def cache_table(directory: Path, summary: CacheSummary) -> Table:
         "packing": manifest.packing,
         "state": state,
         "stored": f"{manifest.kept}, {_how(manifest)}; T = {', '.join(map(str, manifest.temperatures))}",
+        **({} if manifest.normalizer == "exact" else {"normalised": _NORMALIZERS[manifest.normalizer]}),
         "kept mass": f"{summary.kept_mass:.5f} of the teacher's probability{of_how_many}",
         "entropy": f"{summary.entropy:.3f} nats per token{' at least' if manifest.store == 'topk' else ''}",
         "on disk": f"{summary.bytes_on_disk / 1e6:,.1f} MB in {len(manifest.shards)} shards",

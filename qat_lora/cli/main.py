@@ -16,6 +16,7 @@ from typing import Any
 
 from qat_lora import __version__
 from qat_lora.cli.flags import Parser, add_flags, launch_of, run_from
+from qat_lora.cli.operations import add_operations, operate
 from qat_lora.config import AnyRun, CacheRun, EvalRun, ExportRun, QatRun, RecoveryRun
 from qat_lora.errors import ConfigError, QatLoraError
 
@@ -82,20 +83,9 @@ def _of_one_rank(argv: list[str]) -> list[str]:
     return [*parser.parse_known_args(argv)[1], "--device", "tpu"]
 
 
-def _cache_info(args: argparse.Namespace) -> None:
-    from rich import print as rich_print
-
-    from qat_lora.cli.info import cache_table
-    from qat_lora.kd import summarise, verify
-
-    rich_print(cache_table(args.directory, summarise(args.directory)))
-    if args.verify:
-        print(f"{args.directory}: {len(verify(args.directory).shards)} shards, every sha256 as recorded")
-
-
 def _cache(args: argparse.Namespace) -> None:
-    if args.about == "info":
-        return _cache_info(args)
+    if args.about is not None:
+        return operate(args)
     from qat_lora.cli import commands
     from qat_lora.cli.progress import IS_FIRST_RANK
 
@@ -198,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
         add_flags(command, run_class)
         _add_common(command)
         if run_class is CacheRun:
-            _add_info(command)
+            add_operations(command, _add_common)
     text = "All five steps on the embedded teacher, in a few minutes on two cores."
     command = commands.add_parser("demo", help=text, description=text)
     command.add_argument("--output", default="runs/demo", help="folder of the demo, made anew [runs/demo]")
@@ -208,18 +198,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--rows-factor", type=float, default=1.0, help="multiplies the rows of the cache [1.0]")
     _add_common(command)
     return parser
-
-
-def _add_info(command: argparse.ArgumentParser) -> None:
-    """`qat-lora cache info DIR`, beside the building of one."""
-    text = "What a cache holds: bytes per token, kept mass, entropy, source; its files' digests with --verify."
-    about = command.add_subparsers(dest="about", metavar="", parser_class=Parser)
-    info = about.add_parser("info", help=text, description=text)
-    info.set_defaults(parser=info)
-    info.add_argument("directory", metavar="DIR", type=Path, help="folder of a cache, finished or not")
-    info.add_argument(
-        "--verify", action="store_true", help="read every shard and compare its sha256 with the recorded one"
-    )
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:

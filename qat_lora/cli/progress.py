@@ -33,6 +33,15 @@ def bar(title: str, *, total: int, unit_per_second: str = "", units_each: int = 
         yield update
 
 
+@contextmanager
+def counted(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that is told how many shards are done, and of how many."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("shards"))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
 class BarHook(Hook):
     """Moves a bar once per optimizer step; reads no tensor."""
 

@@ -15,6 +15,8 @@ from qat_lora.kd.losses import (
     soft_ce,
     sparse_kl,
 )
+from qat_lora.kd.older import convert_older, is_older
+from qat_lora.kd.operations import convert, merge, split_parts, split_rows
 from qat_lora.kd.parts import Part, load_manifest
 from qat_lora.kd.reader import KDCacheDataset
 from qat_lora.kd.soundness import verify
@@ -37,17 +39,23 @@ __all__ = [
     "Target",
     "build_cache",
     "chunked_head_loss",
+    "convert",
+    "convert_older",
     "distillation",
     "hard_top1",
+    "is_older",
     "kd_soft_ce",
     "label_mask",
     "load_manifest",
+    "merge",
     "next_tokens",
     "next_token_ce",
     "position_mask",
     "sampled_kl",
     "soft_ce",
     "sparse_kl",
+    "split_parts",
+    "split_rows",
     "summarise",
     "targets",
     "topk_rows",

@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -32,6 +32,7 @@ SHARD_KEY = "shard_of"  # the one metadata key of a shard file: "<identity diges
 
 GRID_BITS = (4, 5, 6, 7, 8)  # of a log-probability; more are a float's own
 
+Normalizer = Literal["exact", "estimated", "candidates"]
 Arrays: TypeAlias = Mapping[str, "np.ndarray[Any, Any]"]
 Specs: TypeAlias = dict[str, tuple[tuple[int, ...], "np.dtype[Any]"]]
 
@@ -86,6 +87,8 @@ class CacheManifest:
         proposal_temperature: at which tokens are drawn.
         sampling_seed: of the draws.
         rows_per_shard: rows of each shard, the last may hold fewer; 0 asks for what fits SHARD_BYTES.
+        normalizer: how the log-sum-exp over the vocabulary is known: ``exact``; ``estimated`` from uniform samples;
+            ``candidates``: it is that of the candidates alone (the last two of converted caches).
         sorted: candidates are in descending order of probability.
         packing: how documents lie in the rows; with ``documents``, where they begin is stored too.
         shards: those that are finished, by index; others may be missing between them.
@@ -109,6 +112,7 @@ class CacheManifest:
     proposal_temperature: float = 1.0
     sampling_seed: int = 0
     rows_per_shard: int = 0
+    normalizer: Normalizer = "exact"
     sorted: bool = True
     packing: Packing = "stream"
     shards: tuple[ShardRecord, ...] = ()

@@ -1,0 +1,135 @@
+"""`qat-lora cache info|merge|split|convert`: what is done with caches that are there."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from qat_lora.cache_runs import ConvertRun, MergeRun, SplitRun
+from qat_lora.cli.flags import Parser, add_flags, run_from
+from qat_lora.errors import ConfigError
+
+_Act = Callable[[argparse.Namespace], None]
+
+
+def add_operations(command: argparse.ArgumentParser, add_common: Callable[[argparse.ArgumentParser], None]) -> None:
+    """Add the acts below `qat-lora cache`, beside its building of one."""
+    about = command.add_subparsers(dest="about", metavar="", parser_class=Parser)
+    text = "What a cache holds: bytes per token, kept mass, entropy, source; its files' digests with --verify."
+    info = about.add_parser("info", help=text, description=text)
+    info.set_defaults(parser=info)
+    info.add_argument("directory", metavar="DIR", type=Path, help="folder of a cache, finished or not")
+    info.add_argument("--verify", action="store_true", help="read every byte and compare it with what was recorded")
+    for run_class in (MergeRun, SplitRun, ConvertRun):
+        text = (run_class.__doc__ or "").split(": ", 1)[-1].splitlines()[0]
+        act = about.add_parser(run_class.command.split()[-1], help=text, description=text)
+        if run_class is MergeRun:
+            act.add_argument("directories", metavar="DIR", type=Path, nargs="+", help="folders of caches or of parts")
+        else:
+            act.add_argument("directory", metavar="DIR", type=Path, help="folder of a finished cache")
+        add_flags(act, run_class)
+        add_common(act)
+
+
+def operate(args: argparse.Namespace) -> None:
+    """Do what the subcommand says."""
+    acts: dict[str, _Act] = {"info": _info, "merge": _merge, "split": _split, "convert": _convert}
+    acts[args.about](args)
+
+
+def _info(args: argparse.Namespace) -> None:
+    from rich import print as rich_print
+
+    from qat_lora.cli.info import cache_table
+    from qat_lora.kd import summarise, verify
+
+    rich_print(cache_table(args.directory, summarise(args.directory)))
+    if args.verify:
+        print(f"{args.directory}: {len(verify(args.directory).shards)} shards, every byte as recorded")
+
+
+def _merge(args: argparse.Namespace) -> None:
+    from qat_lora.cli.progress import counted
+    from qat_lora.kd import merge
+
+    run: Any = run_from(args, MergeRun)
+    with counted("merge") as progress:
+        manifest = merge(args.directories, run.output, rows_per_shard=run.rows_per_shard, progress=progress)
+    _say(run.output, manifest)
+
+
+def _split(args: argparse.Namespace) -> None:
+    from qat_lora.cli.progress import counted
+    from qat_lora.kd import split_parts, split_rows
+
+    run: Any = run_from(args, SplitRun)
+    if bool(run.parts) == bool(run.rows):
+        raise ConfigError(
+            f"a cache is split either into parts or by rows, but parts={run.parts} and rows={run.rows}; give --parts N "
+            "for parts to copy, or --rows N for two caches."
+        )
+    with counted("split") as progress:
+        if run.parts:
+            made = split_parts(args.directory, run.output, run.parts, progress=progress)
+        else:
+            made = split_rows(args.directory, run.output, run.rows, progress=progress)
+    for folder, manifest in made:
+        _say(folder, manifest)
+
+
+def _convert(args: argparse.Namespace) -> None:
+    from qat_lora.cli.progress import counted
+    from qat_lora.kd import convert, convert_older, is_older
+
+    run: Any = run_from(args, ConvertRun)
+    settings: dict[str, Any] = {name: getattr(run, name) for name in ("top_k", "temperatures", "rows_per_shard")} | {
+        "logprob_dtype": "" if run.logprob_dtype == "same" else run.logprob_dtype
+    }
+    with counted("convert") as progress:
+        if not is_older(args.directory):
+            if run.teacher or run.tail != "estimated":
+                raise ConfigError(
+                    f"--teacher and --tail are for caches of the older layout, but {args.directory} has no shard_*.pt "
+                    "and meta.json; leave them out."
+                )
+            manifest = convert(args.directory, run.output, progress=progress, **settings)
+        else:
+            manifest = convert_older(
+                args.directory,
+                run.output,
+                estimate_tail=run.tail == "estimated",
+                progress=progress,
+                **_teacher(run, args.directory),
+                **settings,
+            )
+    _say(run.output, manifest)
+    if manifest.normalizer != "exact":
+        print(f"{run.output}: {manifest.source}")
+
+
+def _teacher(run: ConvertRun, folder: Path) -> dict[str, Any]:
+    """What the older layout does not say of the teacher, from the model itself."""
+    from qat_lora import models
+    from qat_lora.kd.older import read_meta
+
+    if not run.teacher:
+        named = read_meta(folder).get("teacher_model")
+        raise ConfigError(
+            f"{folder} does not say which weights and tokenizer it was built with, only {named!r}; give --teacher, the "
+            "folder or hub id of that model, whose digests are then recorded."
+        )
+    identity = models.identify(run.teacher)
+    return {
+        "teacher": identity.name,
+        "teacher_digest": identity.weights,
+        "tokenizer_digest": identity.tokenizer,
+        "vocab_size": identity.vocab_size,
+    }
+
+
+def _say(folder: Path, manifest: Any) -> None:
+    there = sum(shard.rows for shard in manifest.shards)
+    of = "" if there == manifest.rows else f" of {manifest.rows}"
+    print(f"{folder}: {there}{of} rows of {manifest.seq_len} tokens in {len(manifest.shards)} shards")
