@@ -126,6 +126,7 @@ class OlderRows:
             if not index:
                 self._choose(estimate_tail)
             self._counts.append(len(older["input_ids"]))
+            self._check_ids(path, older)
             lengths_N = _lengths(path, older, self.seq_len)
             if self._estimate:
                 error_NT = self._fields(path, older)[1]
@@ -209,7 +210,6 @@ class OlderRows:
         fields = joined(pieces)
         fields["input_ids"] = older["input_ids"][:, : self.seq_len].astype(np.int32)
         fields["lengths"] = _lengths(path, older, self.seq_len)
-        self._check_ids(path, fields)
         return fields, np.concatenate(errors)
 
     def _normalised(self, path: Path, older: dict[str, Array]) -> tuple[dict[str, Array], Array]:
@@ -261,14 +261,15 @@ class OlderRows:
         others = self.vocab_size - self.top_k
         return others * mean_NT, others * deviation_NT / np.sqrt(count_NT)
 
-    def _check_ids(self, path: Path, fields: dict[str, Array]) -> None:
-        for name in ("input_ids", "topk_ids"):
-            if fields[name].min() < 0 or fields[name].max() >= self.vocab_size:
+    def _check_ids(self, path: Path, older: dict[str, Array]) -> None:
+        for name in ("input_ids", "topk_idx", "rand_idx"):
+            ids = older.get(name, np.zeros(1))
+            if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
                 raise CacheError(
-                    f"{str(path)!r} holds {name} {fields[name].min()}..{fields[name].max()}, but the teacher's "
-                    f"vocabulary has {self.vocab_size} tokens; give the --teacher that it was built from."
+                    f"{str(path)!r} holds {name} {ids.min()}..{ids.max()}, but the teacher's vocabulary has "
+                    f"{self.vocab_size} tokens; give the --teacher that it was built from."
                 )
-        ids_NTK = np.sort(fields["topk_ids"], -1)
+        ids_NTK = np.sort(older["topk_idx"], -1)
         if (ids_NTK[..., 1:] == ids_NTK[..., :-1]).any():
             raise CacheError(f"{str(path)!r} names a candidate twice at one position; build the cache again.")
 
