@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import re
@@ -164,12 +165,16 @@ def test_the_flags_are_the_ones_we_promised() -> None:
     """A new flag, or a lost one, is a decision: change tests/cli/flags.json with it."""
     from qat_lora.cli.main import RUNS, _parser
 
-    commands = next(a for a in _parser()._actions if hasattr(a, "choices") and a.choices).choices
-    found = {
-        name: sorted(s for action in parser._actions for s in action.option_strings)
-        for name, parser in commands.items()
-    }
-    assert set(RUNS) | {"demo"} == set(found)
+    def flags_of(parser: argparse.ArgumentParser, name: str) -> dict[str, list[str]]:
+        found = {name: sorted(s for action in parser._actions for s in action.option_strings)} if name else {}
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for below, command in action.choices.items():
+                    found |= flags_of(command, f"{name} {below}".strip())
+        return found
+
+    found = flags_of(_parser(), "")
+    assert {*RUNS, "demo"} == {name for name in found if " " not in name}
     assert found == json.loads((Path(__file__).parent / "cli" / "flags.json").read_text())
 
 

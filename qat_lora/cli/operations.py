@@ -130,6 +130,6 @@ def _teacher(run: ConvertRun, folder: Path) -> dict[str, Any]:
 
 
 def _say(folder: Path, manifest: Any) -> None:
-    there = sum(shard.rows for shard in manifest.shards)
+    there, shards = sum(shard.rows for shard in manifest.shards), len(manifest.shards)
     of = "" if there == manifest.rows else f" of {manifest.rows}"
-    print(f"{folder}: {there}{of} rows of {manifest.seq_len} tokens in {len(manifest.shards)} shards")
+    print(f"{folder}: {there}{of} rows of {manifest.seq_len} tokens in {shards} shard{'' if shards == 1 else 's'}")

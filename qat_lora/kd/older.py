@@ -10,9 +10,9 @@ samples: with C the candidates, and J the m_J samples that are no candidates,
     Z = sum_{v in C} exp(z_v / T) + (V - K) / m_J * sum_{j in J} exp(z_j / T),    lse_T = log Z
 
 J is drawn evenly from the V - K others, so Z is unbiased; log Z is too low by about Var(Z) / (2 Z^2). Its standard
-error is (V - K) s / (sqrt(m_J) Z), with s the standard deviation of exp(z_j / T) over J. Few large weights make most of
-a tail, and m samples mostly miss them: most positions get a tail that is too small, a few one that is much too large,
-and s is mostly too small with the tail. Where all samples are candidates (a tiny vocabulary), the tail is taken as 0.
+error is (V - K) s / (sqrt(m_J) Z), with s the standard deviation of exp(z_j / T) over J. Where few large
+weights make most of a tail, m samples mostly miss them: then most tails are too small, a few much too large, and s is
+too small with the tail. Where all samples are candidates (a tiny vocabulary), the tail is taken as 0.
 
 Legend: N rows of a shard, L tokens of its rows, T positions of a row that are kept, K candidates, m samples.
 """

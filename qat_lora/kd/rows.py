@@ -19,7 +19,7 @@ from safetensors.numpy import load as from_safetensors
 from qat_lora.errors import CacheError
 from qat_lora.kd.codec import Array, decoded
 from qat_lora.kd.format import CacheManifest
-from qat_lora.kd.parts import records_in, united
+from qat_lora.kd.parts import load_manifest, records_in, united
 from qat_lora.kd.soundness import damaged, shard_fault
 
 
@@ -42,6 +42,8 @@ class StoredRows:
 
     def __init__(self, folders: Sequence[Path]) -> None:
         """Read the records of all folders, which must be of one cache and together complete."""
+        for folder in folders:
+            load_manifest(folder)  # which has the words for a folder that is no cache
         records = [(folder, record) for folder in folders for record in records_in(folder)]
         self.folders = tuple(folders)
         self.manifest: CacheManifest = united([record for _, record in records])
