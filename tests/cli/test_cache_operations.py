@@ -112,8 +112,11 @@ def test_a_cache_is_converted_and_trained_on(cache, tmp_path, said, qat) -> None
 
 @pytest.fixture
 def older(tmp_path, teacher_dir, text_file) -> Path:
+    return made_older(tmp_path / "older", teacher_dir, text_file)
+
+
+def made_older(folder: Path, teacher_dir: Path, text_file: Path) -> Path:
     """A cache of the older layout, of the tiny teacher's own logits."""
-    folder = tmp_path / "older"
     folder.mkdir()
     loaded = models.load(str(teacher_dir))
     ids = loaded.tokenizer(text_file.read_text())["input_ids"][: 12 * 25]

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from qat_lora.cli.main import main
+from tests.cli.test_cache_operations import made_older
 from tests.kd.killing import contents
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +52,34 @@ def test_builds_that_are_killed_go_on_to_the_same_bytes(build_argv, tmp_path) ->
     said = killed(build_argv, tmp_path / "k", 6)
     assert said["kills"] == 6 and said["files"] == 13 and said["compared"] >= 1
     assert len(contents(tmp_path / "k" / "killed")) == 13
+
+
+@pytest.fixture(params=["merge", "split", "convert", "convert an older one"])
+def act_argv(request, build_argv, teacher_dir, text_file, tmp_path) -> list[str]:
+    """A command on caches, of as many shards."""
+    assert main([arg.replace("{output}", f"{tmp_path}/c") for arg in build_argv]) == 0
+    if request.param == "merge":
+        assert main(["cache", "split", f"{tmp_path}/c", "--rows", "17", "--output", f"{tmp_path}/s", "--quiet"]) == 0
+        act = ["merge", f"{tmp_path}/s/rest", f"{tmp_path}/s/first"]
+    elif request.param == "split":
+        act = ["split", f"{tmp_path}/c", "--parts", "3"]
+    elif request.param == "convert":
+        act = ["convert", f"{tmp_path}/c", "--top-k", "4", "--rows-per-shard", "3"]
+    else:
+        older = made_older(tmp_path / "older", teacher_dir, text_file)
+        act = ["convert", str(older), "--teacher", str(teacher_dir), "--rows-per-shard", "1"]
+    return ["cache", *act, "--output", "{output}", "--quiet"]
+
+
+def test_acts_on_caches_that_are_killed_go_on_to_the_same_bytes(act_argv, tmp_path) -> None:
+    said = killed(act_argv, tmp_path / "k", 3)
+    assert said["kills"] == 3 and said["files"] >= 13
+
+
+@pytest.mark.slow
+def test_acts_on_caches_that_are_killed_often_go_on_to_the_same_bytes(act_argv, tmp_path) -> None:
+    said = killed(act_argv, tmp_path / "k", 50)
+    assert said["kills"] == 50 and said["files"] >= 13
 
 
 @pytest.mark.slow
