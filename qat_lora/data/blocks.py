@@ -1,4 +1,4 @@
-"""From documents to token rows of one length.
+"""From documents, texts or token ids, to token rows of one length.
 
 Owns tokenisation, the eos that ends a document, the three ways to lay documents into rows, right padding, and the
 digest that says which rows these are. Does not own the order in which rows are used: that is the reader's.
@@ -23,6 +23,8 @@ from qat_lora.errors import ConfigError, DataError
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 TEXTS_AT_ONCE = 64  # a fast tokenizer uses its threads on a list
+
+Document: TypeAlias = "str | Array"  # a text, or its token ids [N] int64
 
 
 class Tokenizer(Protocol):
@@ -62,7 +64,7 @@ class Blocks(NamedTuple):
 
 
 def tokenize_blocks(
-    documents: Iterable[str | Array],
+    documents: Iterable[Document],
     tokenizer: Tokenizer,
     seq_len: int,
     *,
@@ -74,10 +76,9 @@ def tokenize_blocks(
 
     ``stream`` lays them end to end and cuts the whole. ``documents`` does the same and says where each begins. ``pad``
     begins a row with each document, which goes on in further rows where it is longer. No document is truncated, one
-    that gives no token is left out, and what is left of a row is filled with eos.
+    that gives no token is left out, one that ends with eos gets no second, and what is left of a row is filled with eos.
 
-    With `max_rows`, documents are read only until these rows are full. One that is int64 ids [n] already, with or
-    without its eos, is not tokenised. An id that a vocabulary of `vocab_size` tokens lacks is a DataError, and so is no
+    With `max_rows`, documents are read only until these rows are full. One that is token ids already is not tokenised. An id that a vocabulary of `vocab_size` tokens lacks is a DataError, and so is no
     token at all: rows of nothing but eos would be trained on in silence.
     """
     for name, value in (("seq_len", seq_len), ("max_rows", max_rows)):
@@ -107,15 +108,16 @@ def _eos(tokenizer: Tokenizer) -> int:
     return int(eos)
 
 
-def _token_arrays(documents: Iterable[str | Array], tokenizer: Tokenizer, eos: int) -> Iterator[Array]:
+def _token_arrays(documents: Iterable[Document], tokenizer: Tokenizer, eos: int) -> Iterator[Array]:
     # Documents without a token would leave two eos in a row and teach nothing.
     source = (document for document in documents if len(document))
     while chunk := list(itertools.islice(source, TEXTS_AT_ONCE)):
         tokenized = iter(_tokenized([text for text in chunk if isinstance(text, str)], tokenizer))
         for document in chunk:
-            ids = next(tokenized) if isinstance(document, str) else document[: -1 if document[-1] == eos else None]
-            if len(ids):
-                yield np.append(np.asarray(ids, dtype=np.int64), eos)
+            ids = next(tokenized) if isinstance(document, str) else document
+            ids_N = np.asarray(ids[:-1] if len(ids) and ids[-1] == eos else ids, dtype=np.int64)
+            if len(ids_N):
+                yield np.append(ids_N, eos)
 
 
 def _tokenized(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:

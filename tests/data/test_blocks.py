@@ -126,6 +126,21 @@ def test_a_text_without_a_token_leaves_no_eos():
     assert flat(blocks) == expected(["ab", "c"])
 
 
+def test_documents_that_are_ids_already_lie_among_texts_in_their_order():
+    tokenizer = ByteTokenizer()
+    ids = np.array([7, 8], dtype=np.int64)
+    blocks = tokenize_blocks(["a", ids, np.empty(0, dtype=np.int64), "b", ids], tokenizer, 10)
+    assert blocks.input_ids_RT.tolist() == [[97, EOS, 7, 8, EOS, 98, EOS, 7, 8, EOS]]
+    assert [count for count, _ in tokenizer.calls] == [2]
+    many = [np.array([n]) for n in range(1, 301)]
+    assert flat(tokenize_blocks(many, tokenizer, 16)) == [x for n in range(1, 301) for x in (n, EOS)]
+
+
+def test_a_document_that_ends_with_eos_gets_no_second():
+    blocks = tokenize_blocks([np.array([1, EOS]), "a\0", np.array([2, EOS, EOS])], ByteTokenizer(), 7)
+    assert flat(blocks) == [1, EOS, 97, EOS, 2, EOS, EOS]
+
+
 def test_sizes_that_make_no_rows_are_refused():
     with pytest.raises(ConfigError, match="seq_len=0"):
         tokenize_blocks(["abc"], ByteTokenizer(), 0)
