@@ -1,7 +1,8 @@
 """Frozen values that describe a run: what they may hold, how they are checked, how they are written down.
 
-Owns the dataclasses and their validation. How such values are read, overridden and written lives in
-`qat_lora.settings`, the named combinations in `qat_lora.presets`, the command-line flags in `qat_lora.cli.flags`.
+Owns the dataclasses and their validation, but for `SourceConfig` in `qat_lora.source`. How such values are read,
+overridden and written lives in `qat_lora.settings`, the named combinations in `qat_lora.presets`, the command-line
+flags in `qat_lora.cli.flags`.
 
 Every leaf field has a unique name over all groups of a run, so that ``--batch-size`` and ``--set loop.batch_size=`` can
 only mean one thing. A field's help text, and other spellings of its flag, stand in its metadata.
@@ -17,6 +18,7 @@ from typing import ClassVar, Literal, get_args
 
 from qat_lora.errors import ConfigError, did_you_mean
 from qat_lora.settings import check_choices, check_range, setting
+from qat_lora.source import SourceConfig
 
 Levels = Literal["balanced", "int", "affine", "ternary", "nf4", "iq4_nl", "lut"]
 Scales = Literal["channel", "group", "lowrank"]
@@ -216,7 +218,11 @@ class CacheRun:
     command: ClassVar[str] = "cache"
 
     teacher: str = setting("embedded", "directory or hub id of the teacher; 'embedded' is the one in the package")
-    data: str = setting("embedded:train", ".txt, .jsonl, a folder, hf:dataset[:config][:split] or embedded:train|eval")
+    data: str = setting(
+        "embedded:train",
+        ".txt or .jsonl; token ids in .pt, .npy or .safetensors; a folder or glob of one kind; "
+        "hf:dataset[:config][:split]; embedded:train|eval",
+    )
     output: Path = setting(Path("caches/embedded"), "folder of the new cache; a half-built one is resumed")
     seq_len: int = setting(128, "tokens per row")
     packing: Packing = setting(
@@ -237,6 +243,7 @@ class CacheRun:
     rows_per_shard: int = setting(256, "rows per shard file")
     build_batch_size: int = setting(8, "rows per teacher forward", "--batch-size")
     part: str = setting("", "i/n, from 1/n to n/n: build one of n parts, which copied into one folder are the cache")
+    source: SourceConfig = SourceConfig()
     place: PlaceConfig = PlaceConfig()
 
     def __post_init__(self) -> None:
@@ -345,6 +352,7 @@ class EvalRun:
     eval_batch_size: int = setting(8, "windows per forward", "--batch-size")
     stage: str = setting("model", "name of the row in the table")
     output: Path = setting(Path("fidelity.json"), "JSON file with the result")
+    source: SourceConfig = SourceConfig()
     place: PlaceConfig = PlaceConfig()
 
     def __post_init__(self) -> None:

@@ -17,7 +17,8 @@ PACKAGE = ROOT / "qat_lora"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 LEVELS = {
-    "errors": 0, "files": 0, "settings": 0, "config": 0, "cache_runs": 0, "presets": 0,
+    "errors": 0, "files": 0, "settings": 0, "source": 0, "config": 0, "cache_runs": 0,
+    "presets": 0,
     "products": 0, "attention": 0, "loops": 0, "layers": 0, "norms": 0, "mlps": 0,
     "models": 1, "quant": 1, "adapters": 1, "kd": 1, "data": 1, "runtime": 1,
     "evaluate": 2,
@@ -29,6 +30,7 @@ LEVEL_0 = [
     "errors",
     "files",
     "settings",
+    "source",
     "config",
     "cache_runs",
     "presets",
@@ -44,7 +46,7 @@ ONLY_IN = {
     "transformers": {"models.py"},
     "torch_xla": {"runtime/xla.py", "runtime/xla_chips.py", "runtime/xla_spmd.py"},
     "peft": {"adapters.py"},
-    "datasets": {"data/text.py"},
+    "datasets": {"data/hub.py"},
     "rich": {"cli", "evaluate/table.py"},
     "matplotlib": {"train/plot.py"},
 }

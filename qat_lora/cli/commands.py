@@ -8,12 +8,22 @@ import os
 import shutil
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from qat_lora import adapters, models
 from qat_lora.cli.progress import BarHook, bar
 from qat_lora.config import CacheRun, EvalRun, ExportRun, QatRun, RecoveryRun
-from qat_lora.data import Blocks, read_texts, tokenize_blocks
+from qat_lora.data import (
+    Blocks,
+    check_source,
+    fetch_source,
+    has_tokens,
+    read_documents,
+    source_words,
+    token_blocks,
+    tokenize_blocks,
+)
 from qat_lora.errors import CacheMismatch, ConfigError, ModelError, OutputError
 from qat_lora.evaluate import (
     Fidelity,
@@ -38,6 +48,7 @@ from qat_lora.train.student import load_student
 
 def cache(run: CacheRun) -> CacheManifest:
     """Build the KD cache of a text, or one part of it, or go on with one that was interrupted."""
+    check_source(run.data, run.source)
     runtime = runtime_for(run.place, folder=run.output, many=True)
     if runtime.rank == 0:  # another rank's would see, and remove, a folder that is made at this moment
         check_writable(run.output)
@@ -48,15 +59,8 @@ def cache(run: CacheRun) -> CacheManifest:
     if run.packing == "documents":
         check_documents(loaded.model)
     with runtime.first("data_download"):
-        next(iter(read_texts(run.data)))  # what is on a hub is fetched before its first text
-    blocks = tokenize_blocks(
-        read_texts(run.data),
-        loaded.tokenizer,
-        run.seq_len,
-        packing=run.packing,
-        max_rows=run.max_rows or None,
-        vocab_size=loaded.identity.vocab_size,
-    )
+        fetch_source(run.data, run.source)
+    blocks = _blocks(run, loaded, run.max_rows or None)
     manifest = _manifest(run, loaded.identity, blocks)
     if not runtime.agree(lambda: _build_digest(run, manifest, runtime)):
         raise CacheMismatch(
@@ -92,6 +96,24 @@ def cache(run: CacheRun) -> CacheManifest:
         return writer.finish()
 
 
+def _blocks(run: CacheRun | EvalRun, loaded: models.Loaded, max_rows: int | None) -> Blocks:
+    """The rows of a run's source: packed, or as they are where they are rows of this length already."""
+    tokenizer, vocab_size = loaded.tokenizer, loaded.identity.vocab_size
+    rows = token_blocks(
+        run.data,
+        run.source,
+        run.seq_len,
+        fill_id=tokenizer.eos_token_id or 0,
+        vocab_size=vocab_size,
+        max_rows=max_rows,
+    )
+    packing = run.packing if isinstance(run, CacheRun) else "stream"
+    if rows is not None:
+        return rows.one_document_each() if packing == "documents" else rows
+    documents = read_documents(run.data, run.source, tokenizer, vocab_size=vocab_size)
+    return tokenize_blocks(documents, tokenizer, run.seq_len, packing=packing, max_rows=max_rows, vocab_size=vocab_size)
+
+
 def _manifest(run: CacheRun, identity: models.Identity, blocks: Blocks) -> CacheManifest:
     return CacheManifest(
         teacher=identity.name,
@@ -100,7 +122,7 @@ def _manifest(run: CacheRun, identity: models.Identity, blocks: Blocks) -> Cache
         vocab_size=identity.vocab_size,
         seq_len=run.seq_len,
         rows=len(blocks.input_ids_RT),
-        source=run.data,
+        source=source_words(run.data, run.source),
         source_digest=blocks.digest(),
         store=run.store,
         temperatures=run.temperatures,
@@ -139,6 +161,7 @@ def _runtime(run: QatRun | RecoveryRun) -> Runtime:
 
 def evaluate(run: EvalRun) -> Fidelity:
     """Measure one model, student or export against its teacher, and write fidelity.json."""
+    check_source(run.data, run.source)
     runtime = runtime_for(run.place)
     if run.output.is_dir() or not run.output.name:
         raise OutputError(f"--output {run.output} is a folder; give the name of a JSON file.")
@@ -177,16 +200,12 @@ def eval_windows(run: EvalRun, loaded: models.Loaded) -> Windows:
     models.check_context(loaded.model, run.seq_len)
     # with a stride, W windows read this many rows of tokens
     rows = -(-((run.max_rows - 1) * run.stride) // run.seq_len) + 1 if run.stride else run.max_rows
-    blocks = tokenize_blocks(
-        read_texts(run.data),
-        loaded.tokenizer,
-        run.seq_len,
-        max_rows=rows if run.max_rows else None,
-        vocab_size=loaded.identity.vocab_size,
-    )
+    is_bounded = run.max_rows and not (run.stride and has_tokens(run.data))  # given rows may be short ones
+    blocks = _blocks(run, loaded, rows if is_bounded else None)
     if not run.stride:
         return whole_windows(blocks.input_ids_RT, blocks.lengths_R)
-    stream = blocks.input_ids_RT.flatten()[: int(blocks.lengths_R.sum())]
+    is_valid_RT = torch.arange(run.seq_len) < blocks.lengths_R[:, None]
+    stream = blocks.input_ids_RT[is_valid_RT]
     windows = strided_windows(stream, run.seq_len, run.stride)
     first = slice(run.max_rows or None)
     return Windows(windows.input_ids_RT[first], windows.counted_RT[first])

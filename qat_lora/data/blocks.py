@@ -53,6 +53,12 @@ class Blocks(NamedTuple):
     lengths_R: Tensor
     starts_RT: Tensor | None = None
 
+    def one_document_each(self) -> Blocks:
+        """Return the same rows, each one document."""
+        starts_RT = torch.zeros(self.input_ids_RT.shape, dtype=torch.bool)
+        starts_RT[:, 0] = True
+        return self._replace(starts_RT=starts_RT)
+
     def digest(self) -> str:
         """Return the sha256 of shape, ids, lengths and starts: equal digest, equal rows."""
         digest = hashlib.sha256(repr(tuple(self.input_ids_RT.shape)).encode())
@@ -76,10 +82,11 @@ def tokenize_blocks(
 
     ``stream`` lays them end to end and cuts the whole. ``documents`` does the same and says where each begins. ``pad``
     begins a row with each document, which goes on in further rows where it is longer. No document is truncated, one
-    that gives no token is left out, one that ends with eos gets no second, and what is left of a row is filled with eos.
+    that gives no token is left out, one that ends with eos gets no second; what is left of a row is filled with eos.
 
-    With `max_rows`, documents are read only until these rows are full. One that is token ids already is not tokenised. An id that a vocabulary of `vocab_size` tokens lacks is a DataError, and so is no
-    token at all: rows of nothing but eos would be trained on in silence.
+    With `max_rows`, documents are read only until these rows are full. One that is token ids already is not tokenised.
+    An id that a vocabulary of `vocab_size` tokens lacks is a DataError, and so is no token at all: rows of nothing but
+    eos would be trained on in silence.
     """
     for name, value in (("seq_len", seq_len), ("max_rows", max_rows)):
         if value is not None and value < 1:

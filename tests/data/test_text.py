@@ -77,12 +77,12 @@ def test_a_source_that_is_missing(tmp_path):
 
 def test_a_folder_without_texts(tmp_path):
     (tmp_path / "a.md").write_text("x")
-    assert "holds no .txt or .jsonl file" in refused(tmp_path)
+    assert "holds no .txt, .jsonl, .pt, .npy or .safetensors file" in refused(tmp_path)
 
 
 def test_a_file_of_another_kind(tmp_path):
     (tmp_path / "a.pdf").write_bytes(b"x")
-    assert "a.pdf' is neither .txt nor .jsonl" in refused(tmp_path / "a.pdf")
+    assert "a.pdf' is neither .txt, .jsonl, .pt, .npy nor .safetensors" in refused(tmp_path / "a.pdf")
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
@@ -148,7 +148,8 @@ def hub(monkeypatch):
 def test_a_hub_spec_is_dataset_config_and_split(hub, spec, call):
     calls = []
 
-    def load_dataset(name, config, *, split):
+    def load_dataset(name, config, *, split, streaming):
+        assert not streaming
         calls.append((name, config, split))
         return Rows([{"id": 1, "text": "a"}, {"id": 2, "text": ""}, {"id": 3, "text": "b"}])
 

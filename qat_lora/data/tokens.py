@@ -1,0 +1,224 @@
+"""Sources that are token ids already: tensors in .pt, .npy and .safetensors files.
+
+Owns how such files are read and checked, and which of them are rows of the wanted length that stay as they are. Does
+not own the packing of all others (`blocks`).
+
+Legend: R rows, T positions of a row, N tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+from torch import Tensor
+
+from qat_lora.data.blocks import Blocks
+from qat_lora.data.paths import find_files, has_tokens
+from qat_lora.data.shuffle import shuffled
+from qat_lora.errors import DataError
+from qat_lora.source import SourceConfig
+
+Array = np.ndarray[Any, Any]
+FIELDS = ("input_ids", "attention_mask", "lengths")
+LARGEST_ID = 2**31 - 1  # rows are stored as int32
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """The rows of one file.
+
+    Attributes:
+        path: the file.
+        ids: ``[R, T]`` of any integer dtype, or R arrays ``[N]`` of different lengths.
+        lengths_R: ``[R]`` int64, valid tokens of each row, from its start.
+    """
+
+    path: Path
+    ids: Array | Sequence[Array]
+    lengths_R: Array
+
+    @property
+    def width(self) -> int | None:
+        """T, or None where rows differ or the file is one long row."""
+        return self.ids.shape[1] if isinstance(self.ids, np.ndarray) else None
+
+
+def token_documents(spec: str, *, vocab_size: int | None = None) -> Iterator[Array]:
+    """Yield the rows of a source as documents ``[N]`` int64, without their padding.
+
+    Raises:
+        DataError: a file is missing, cannot be read, is no table of token ids, or has ids outside the vocabulary.
+            Raised while iterating, not on the call.
+    """
+    for rows in map(read_tokens, find_files(spec)):
+        for number, (ids_N, length) in enumerate(zip(rows.ids, rows.lengths_R.tolist(), strict=True), start=1):
+            _check_ids(ids_N[:length], vocab_size, f"{rows.path} row {number}")
+            yield ids_N[:length].astype(np.int64)
+
+
+def token_blocks(
+    spec: str,
+    config: SourceConfig,
+    seq_len: int,
+    *,
+    fill_id: int,
+    vocab_size: int | None = None,
+    max_rows: int | None = None,
+) -> Blocks | None:
+    """Return the rows of a source as they are where all are `seq_len` tokens long, padding included; else None.
+
+    Padding is on the right, and becomes `fill_id`, so that files that differ in their padding alone give equal rows.
+
+    Raises:
+        DataError: as for `token_documents`.
+    """
+    if not (spec and has_tokens(spec)):
+        return None
+    files = [read_tokens(path) for path in find_files(spec)]
+    if any(rows.width != seq_len for rows in files):
+        return None
+    ends = np.cumsum([len(rows.lengths_R) for rows in files])
+    order_R = np.array(list(itertools.islice(shuffled(range(ends[-1]), config), max_rows)))
+    ids_RT = np.empty((len(order_R), seq_len), dtype=np.int32)
+    lengths_R = np.empty(len(order_R), dtype=np.int32)
+    for rows, end in zip(files, ends, strict=True):
+        start = end - len(rows.lengths_R)
+        here_R = (order_R >= start) & (order_R < end)
+        lengths_R[here_R] = rows.lengths_R[order_R[here_R] - start]
+        given_RT = np.asarray(rows.ids)[order_R[here_R] - start]
+        is_valid_RT = np.arange(seq_len) < lengths_R[here_R, None]
+        _check_ids(given_RT[is_valid_RT], vocab_size, str(rows.path))
+        ids_RT[here_R] = np.where(is_valid_RT, given_RT, fill_id)
+    return Blocks(torch.from_numpy(ids_RT), torch.from_numpy(lengths_R))
+
+
+def read_tokens(path: Path) -> TokenRows:
+    """Read one file: a tensor ``[R, T]`` or ``[N]``, a list of rows, or `input_ids` with attention_mask or lengths.
+
+    Raises:
+        DataError: the file cannot be read, holds something else, or is padded elsewhere than on the right.
+    """
+    fields = _fields(_loaded(path), path)
+    ids = _table(fields["input_ids"], f"{path}: input_ids")
+    given = _table(fields["lengths"], f"{path}: lengths") if fields.get("lengths") is not None else None
+    if given is not None and (isinstance(given, list) or given.ndim != 1):
+        raise DataError(f"{path}: lengths is no list of numbers; give one length per row.")
+    lengths_R = None if given is None else np.asarray(given).astype(np.int64)
+    if isinstance(ids, np.ndarray) and ids.ndim == 1:
+        ids, lengths_R = _cut(ids, lengths_R, path), None  # of one long row, lengths say where documents end
+    shapes = {row.ndim for row in ids} if isinstance(ids, list) else {ids.ndim - 1}
+    if shapes - {1}:
+        raise DataError(f"{path}: input_ids is neither [rows, tokens] nor [tokens]; reshape it.")
+    full_R = np.array([len(row) for row in ids], dtype=np.int64)
+    if fields.get("attention_mask") is not None:
+        masked_R = _mask_lengths(_table(fields["attention_mask"], f"{path}: attention_mask"), full_R, path)
+        if lengths_R is not None and not np.array_equal(lengths_R, masked_R):
+            raise DataError(f"{path}: lengths and attention_mask disagree; keep one of them.")
+        lengths_R = masked_R
+    lengths_R = full_R if lengths_R is None else lengths_R
+    if len(lengths_R) != len(full_R) or not len(full_R):
+        raise DataError(
+            f"{path}: {len(lengths_R)} lengths for {len(full_R)} rows; give one for each of at least one row."
+        )
+    if len(wrong := np.flatnonzero((lengths_R < 1) | (lengths_R > full_R))):
+        row = wrong[0]
+        raise DataError(
+            f"{path} row {row + 1} has the length {lengths_R[row]} of {full_R[row]} tokens; each row needs at least "
+            "one token, and no more than it holds."
+        )
+    return TokenRows(path, ids, lengths_R)
+
+
+def _loaded(path: Path) -> Any:
+    try:
+        if path.suffix == ".npy":
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise DataError(
+            f"{path} is damaged or holds more than tensors, and is not unpickled; save a tensor, or a list or dict of "
+            "tensors."
+        ) from error
+    except (OSError, ValueError, RuntimeError, EOFError, KeyError, SafetensorError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(f"Cannot read {path} ({reason}); save it again as tensors of token ids.") from error
+
+
+def _fields(content: Any, path: Path) -> Mapping[str, Any]:
+    if isinstance(content, list | tuple) and content and all(isinstance(row, Mapping) for row in content):
+        names = [name for name in FIELDS if name in content[0]]
+        if any(name not in row for name in names for row in content):
+            raise DataError(f"{path}: not every row has {' and '.join(names)}; give all rows the same fields.")
+        content = {name: [row[name] for row in content] for name in names}
+    if not isinstance(content, Mapping):
+        return {"input_ids": content}
+    if "input_ids" not in content:
+        raise DataError(f"{path} has no tensor input_ids, but {sorted(map(str, content))[:8]}; rename or convert it.")
+    return content
+
+
+def _table(value: Any, what: str) -> Array | list[Array]:
+    """Integers [N] or [R, T] as an array, or as a list of arrays [N] where rows differ in length."""
+    try:
+        if not (isinstance(value, list | tuple) and any(np.ndim(row) for row in value)):
+            return _integers(value, what)
+        rows = [_integers(row, f"{what} row {number}") for number, row in enumerate(value, start=1)]
+        return np.stack(rows) if len({row.shape for row in rows}) == 1 else rows
+    except ValueError as error:  # lists in lists, of different depth
+        raise DataError(f"{what} is no table of numbers ({error}); give rows of token ids.") from error
+
+
+def _integers(value: Any, what: str) -> Array:
+    is_float = isinstance(value, Tensor) and value.is_floating_point()  # some of which NumPy does not know
+    array: Array = np.asarray(value) if not is_float and len(value) else np.empty(np.shape(value), dtype=np.int64)
+    is_mask = array.dtype.kind == "b" and "attention_mask" in what
+    if is_float or (array.dtype.kind not in "iu" and not is_mask):
+        found = value.dtype if is_float else array.dtype
+        raise DataError(f"{what} holds {found}, no integers; save it as int32 or int64.")
+    return array
+
+
+def _cut(ids_N: Array, lengths_R: Array | None, path: Path) -> list[Array]:
+    """One long row as the documents of these lengths, end to end; as one without."""
+    if lengths_R is None:
+        return [ids_N]
+    if lengths_R.sum() != len(ids_N) or (lengths_R < 1).any():
+        raise DataError(
+            f"{path}: the lengths of the documents add up to {lengths_R.sum()}, but there are {len(ids_N)} tokens; "
+            "give positive lengths of documents that lie end to end."
+        )
+    return np.split(ids_N, np.cumsum(lengths_R)[:-1])
+
+
+def _mask_lengths(masks: Array | list[Array], full_R: Array, path: Path) -> Array:
+    lengths = []
+    for number, (mask_N, width) in enumerate(zip(masks, full_R, strict=False), start=1):
+        place = f"{path} row {number}"
+        if mask_N.shape != (width,) or not np.isin(mask_N, (0, 1)).all():
+            raise DataError(f"{place}: attention_mask is not a 0 or 1 for each of {width} tokens; correct it.")
+        length = int(mask_N.astype(np.int64).sum())
+        if not mask_N[:length].all():
+            where = "on the left" if not mask_N[0] else "in the middle"
+            raise DataError(f"{place} is padded {where}; pad on the right, or leave the padding out.")
+        lengths.append(length)
+    if len(masks) != len(full_R):
+        raise DataError(f"{path}: attention_mask has {len(masks)} rows, input_ids {len(full_R)}; give one for each.")
+    return np.array(lengths, dtype=np.int64)
+
+
+def _check_ids(ids_N: Array, vocab_size: int | None, place: str) -> None:
+    beyond = ids_N[(ids_N < 0) | (ids_N >= (vocab_size or LARGEST_ID))]
+    if len(beyond):
+        size = f"the model's vocabulary has {vocab_size} tokens" if vocab_size else "ids are stored as int32"
+        raise DataError(f"{place} holds the id {beyond[0]}, but {size}; tokenise with the tokenizer of the model.")

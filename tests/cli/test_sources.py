@@ -1,0 +1,127 @@
+"""Chats and token ids through the commands: what ends up in a cache, and what is evaluated."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from qat_lora import models
+from qat_lora.cli.main import main
+from qat_lora.kd import KDCacheDataset
+from tests.conftest import SEQ_LEN
+from tests.data.test_chat import IN_PROMPT
+
+CPU = "--device cpu --quiet"
+CHATS = [
+    {"messages": [{"role": "user", "content": f"the quick fox {letter}"}, {"role": "assistant", "content": "jumps"}]}
+    for letter in "abcdefghijkl"
+]
+# In the letters that the tiny tokenizer knows.
+TEMPLATE = IN_PROMPT.replace("<|im_end|>", "<|end|>").replace("<|im_start|>", "").replace("<think>", "hmmm")
+
+
+@pytest.fixture
+def chat_teacher(tmp_path, teacher_dir):
+    folder = tmp_path / "teacher"
+    shutil.copytree(teacher_dir, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture
+def chats(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in CHATS))
+    return path
+
+
+def run(command: str) -> None:
+    assert main(command.split()) == 0
+
+
+def cached(folder, *flags):
+    run(f"cache --output {folder} --seq-len {SEQ_LEN} --top-k 4 {CPU} {' '.join(map(str, flags))}")
+    cache = KDCacheDataset(folder)
+    rows = [cache[i] for i in range(len(cache))]
+    return cache.manifest, [row["input_ids"][: int(row["length"])].tolist() for row in rows]
+
+
+def test_a_cache_holds_each_chat_once_or_twice_in_the_words_of_the_template(tmp_path, chat_teacher, chats):
+    tokenizer = models.load_tokenizer(chat_teacher)
+    found = {}
+    for mode in ("none", "no-think", "think", "both"):
+        manifest, rows = cached(tmp_path / mode, "--teacher", chat_teacher, "--data", chats, "--chat-template", mode)
+        found[mode] = manifest
+        text = tokenizer.decode([i for row in rows for i in row], clean_up_tokenization_spaces=False)
+        assert text.count("jumps") == (24 if mode == "both" else 12)
+        assert text.count("hmmm") == (0 if mode in ("none", "think") else 12)
+        assert text.count("<|end|><|end|>") == 0 and text.endswith("jumps<|end|>")
+        assert text.count("user\n") == (0 if mode == "none" else text.count("jumps"))
+    assert len({manifest.source_digest for manifest in found.values()}) == 4
+    assert found["none"].source == str(chats)
+    assert found["both"].source == f"{chats} (chat_template=both)"
+
+
+def test_words_about_the_source_are_no_part_of_what_a_cache_is(tmp_path, teacher_dir, chats):
+    """Read as named or as recognised, the rows are the same, so a build may go on under the other name."""
+    flags = ("--teacher", teacher_dir, "--data", chats)
+    first, _ = cached(tmp_path / "cache", *flags)
+    again, _ = cached(tmp_path / "cache", *flags, "--data-format", "messages")
+    other, _ = cached(tmp_path / "other", *flags, "--data-format", "messages")
+    assert first.identity() == again.identity() == other.identity()
+    assert other.source == f"{chats} (data_format=messages)"
+
+
+def test_rows_of_ids_are_cached_as_they_are(tmp_path, teacher_dir):
+    ids = np.random.RandomState(0).randint(1, 100, (5, SEQ_LEN))
+    lengths = np.array([SEQ_LEN, 3, SEQ_LEN, 7, SEQ_LEN])
+    torch.save({"input_ids": torch.tensor(ids), "lengths": torch.tensor(lengths)}, tmp_path / "a.pt")
+    _, rows = cached(tmp_path / "cache", "--teacher", teacher_dir, "--data", tmp_path / "a.pt")
+    assert rows == [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)]
+
+
+def test_evaluation_reads_the_same_sources(tmp_path, chat_teacher, chats):
+    def tokens(*flags):
+        run(f"eval --model {chat_teacher} --output {tmp_path}/f.json --seq-len 24 {CPU} {' '.join(map(str, flags))}")
+        return json.loads((tmp_path / "f.json").read_text())[0]["tokens"]
+
+    thinking, both = (tokens("--data", chats, "--chat-template", mode) for mode in ("think", "both"))
+    assert both > 2 * thinking
+    torch.save({"input_ids": torch.ones(4, 24).int(), "lengths": torch.tensor([24, 5, 24, 2])}, tmp_path / "a.pt")
+    assert tokens("--data", tmp_path / "a.pt") == 23 + 4 + 23 + 1
+    assert tokens("--data", tmp_path / "a.pt", "--stride", 8) == 24 + 5 + 24 + 2 - 1, "one stream without the padding"
+    assert tokens("--data", tmp_path / "a.pt", "--stride", 8, "--max-rows", 3) == 23 + 2 * 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--chat-template think", "has no chat template, but chat_template=think"),
+        ("--chat-template maybe", "chat_template='maybe' is unknown"),
+        ("--data-format csv", "data_format='csv' is unknown"),
+        ("--data-format alpaca", "chats.jsonl:1 is no alpaca row"),
+        ("--streaming", "streaming=True is for hf: sources"),
+        ("--shuffle-buffer -1", "shuffle_buffer must be at least 0"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_nothing_is_written(tmp_path, teacher_dir, chats, capsys, flags, words):
+    command = f"cache --teacher {teacher_dir} --data {chats} --output {tmp_path}/cache --seq-len 24 {flags} {CPU}"
+    assert main(command.split()) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
+
+
+def test_settings_reach_the_source_in_any_order(tmp_path, chats, teacher_dir):
+    """By --set too, where one is set before the other."""
+    plain, _ = cached(tmp_path / "a", "--teacher", teacher_dir, "--data", chats)
+    flags = ("--set", "source.data_seed=3", "--set", "source.shuffle_buffer=12")
+    by_set, _ = cached(tmp_path / "b", "--teacher", teacher_dir, "--data", chats, *flags)
+    by_flag, _ = cached(
+        tmp_path / "c", "--teacher", teacher_dir, "--data", chats, "--shuffle-buffer", 12, "--data-seed", 3
+    )
+    assert plain.source_digest != by_set.source_digest == by_flag.source_digest
+    assert by_flag.source == f"{chats} (shuffle_buffer=12, data_seed=3)"
