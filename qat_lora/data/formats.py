@@ -84,8 +84,8 @@ def _alpaca(row: Row) -> list[Message]:
                 "--data-format."
             )
     question = fields["instruction"] + (f"\n\n{fields['input']}" if (fields["input"] or "").strip() else "")
-    system = [{"role": "system", "content": fields["system"]}] if (fields["system"] or "").strip() else []
-    return [*system, {"role": "user", "content": question}, {"role": "assistant", "content": fields["output"]}]
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": fields["output"]}]
+    return _with_system(row, messages)
 
 
 def _sharegpt(row: Row) -> list[Message]:
@@ -97,7 +97,7 @@ def _sharegpt(row: Row) -> list[Message]:
                 f"{place} is from {speaker!r}; sharegpt knows {', '.join(SPEAKERS)}: correct the row or --data-format."
             )
         messages.append({"role": SPEAKERS[speaker], "content": _string(turn.get("value"), "value", place)})
-    return messages
+    return _with_system(row, messages)
 
 
 def _messages(row: Row) -> list[Message]:
@@ -113,7 +113,16 @@ def _messages(row: Row) -> list[Message]:
         if reasoning is not None:
             message["reasoning_content"] = _string(reasoning, "reasoning_content", place)
         messages.append(message)
-    return messages
+    return _with_system(row, messages)
+
+
+def _with_system(row: Row, messages: list[Message]) -> list[Message]:
+    """The messages behind a system prompt that stands beside them, unless they bring their own."""
+    system = row.value.get("system")
+    has_own = any(message["role"] == "system" for message in messages)
+    if not messages or has_own or not isinstance(system, str) or not system.strip():
+        return messages
+    return [{"role": "system", "content": system}, *messages]
 
 
 def _turns(row: Row, keys: tuple[str, ...]) -> list[tuple[str, Mapping[str, Any]]]:

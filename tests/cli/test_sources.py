@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from qat_lora import models
+from qat_lora.cli import commands
 from qat_lora.cli.main import main
+from qat_lora.config import EvalRun
 from qat_lora.kd import KDCacheDataset
 from tests.conftest import SEQ_LEN
 from tests.data.test_chat import IN_PROMPT
@@ -91,10 +93,25 @@ def test_evaluation_reads_the_same_sources(tmp_path, chat_teacher, chats):
 
     thinking, both = (tokens("--data", chats, "--chat-template", mode) for mode in ("think", "both"))
     assert both > 2 * thinking
-    torch.save({"input_ids": torch.ones(4, 24).int(), "lengths": torch.tensor([24, 5, 24, 2])}, tmp_path / "a.pt")
-    assert tokens("--data", tmp_path / "a.pt") == 23 + 4 + 23 + 1
-    assert tokens("--data", tmp_path / "a.pt", "--stride", 8) == 24 + 5 + 24 + 2 - 1, "one stream without the padding"
-    assert tokens("--data", tmp_path / "a.pt", "--stride", 8, "--max-rows", 3) == 23 + 2 * 8
+
+
+def test_rows_of_ids_are_windows_or_with_a_stride_one_stream_without_their_padding(tmp_path, teacher_dir):
+    ids, lengths = torch.arange(1, 97).reshape(4, 24), [24, 5, 24, 2]
+    torch.save({"input_ids": ids, "lengths": lengths}, tmp_path / "a.pt")
+    loaded = models.load(str(teacher_dir))
+
+    def windows(**settings):
+        return commands.eval_windows(EvalRun(data=str(tmp_path / "a.pt"), seq_len=24, **settings), loaded)
+
+    assert windows().counted_RT.sum(1).tolist() == [n - 1 for n in lengths]
+    stream = torch.cat([row[:n] for row, n in zip(ids, lengths, strict=True)])
+    strided = windows(stride=8)
+    assert strided.counted_RT.sum() == len(stream) - 1
+    for number, row in enumerate(strided.input_ids_RT):
+        part = stream[number * 8 : number * 8 + 24]
+        assert torch.equal(row[: len(part)], part)
+    first = windows(stride=8, max_rows=3)
+    assert torch.equal(first.input_ids_RT, strided.input_ids_RT[:3])
 
 
 @pytest.mark.parametrize(

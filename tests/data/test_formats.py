@@ -55,6 +55,15 @@ def test_alpaca_joins_instruction_and_input_and_may_have_a_system_prompt():
     assert content(row | {"system": " ", "input": None})[0] == {"role": "user", "content": "Add."}
 
 
+@pytest.mark.parametrize("data_format", ["sharegpt", "messages"])
+def test_a_system_prompt_beside_the_messages_comes_first_unless_they_have_one(data_format):
+    system = {"role": "system", "content": "Be kind."}
+    row = ROWS[data_format] | {"system": "Be kind."}
+    assert content(row) == [system, QUESTION, ANSWER]
+    assert content(row | {"system": " "}) == content(row | {"system": None}) == [QUESTION, ANSWER]
+    assert content({"messages": [system, QUESTION], "system": "Be rude."}) == [system, QUESTION]
+
+
 def test_sharegpt_knows_both_names_of_each_speaker():
     turns = [{"from": name, "value": name} for name in ("system", "human", "gpt", "user", "assistant")]
     roles = [message["role"] for message in content({"conversations": turns})]
