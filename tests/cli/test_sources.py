@@ -78,6 +78,22 @@ def test_words_about_the_source_are_no_part_of_what_a_cache_is(tmp_path, teacher
     assert other.source == f"{chats} (data_format=messages)"
 
 
+def test_a_cache_of_a_stream_is_the_same_on_disk_and_streamed_again(tmp_path, teacher_dir, chats, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    (tmp_path / "set").mkdir()
+    shutil.copy(chats, tmp_path / "set" / "train.jsonl")
+    flags = ("--teacher", teacher_dir, "--data", f"hf:{tmp_path / 'set'}", "--max-rows", 3)
+    streamed, _ = cached(tmp_path / "a", *flags, "--streaming")
+    downloaded, _ = cached(tmp_path / "b", *flags)
+    local, _ = cached(tmp_path / "c", *flags[:2], "--data", chats, "--max-rows", 3)
+    assert streamed.source_digest == downloaded.source_digest == local.source_digest
+    shuffled, _ = cached(tmp_path / "d", *flags, "--streaming", "--shuffle-buffer", 5)
+    again, _ = cached(tmp_path / "e", *flags, "--streaming", "--shuffle-buffer", 5)
+    assert shuffled.source_digest == again.source_digest != streamed.source_digest
+    assert shuffled.source.endswith("set (streaming=True, shuffle_buffer=5)")
+
+
 def test_rows_of_ids_are_cached_as_they_are(tmp_path, teacher_dir):
     ids = np.random.RandomState(0).randint(1, 100, (5, SEQ_LEN))
     lengths = np.array([SEQ_LEN, 3, SEQ_LEN, 7, SEQ_LEN])
