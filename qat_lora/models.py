@@ -44,12 +44,21 @@ _MLP_WORDS = ("mlp", "feed_forward", "ffn", "experts", "block_sparse_moe")
 
 @dataclass(frozen=True)
 class Identity:
-    """What a model is, independent of where it lies: digests of its weights and of its tokenizer."""
+    """What a model is, independent of where it lies.
+
+    Attributes:
+        name: as it was asked for.
+        weights: digest of the weight files.
+        tokenizer: digest of the tokenizer.
+        vocab_size: V, rows of the embedding and width of the logits.
+        tokenizer_size: the tokenizer's greatest id + 1. Ids from there up to V, if any, are padding: no text has them.
+    """
 
     name: str
     weights: str
     tokenizer: str
     vocab_size: int
+    tokenizer_size: int
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,9 @@ def load(name: str, *, dtype: torch.dtype = torch.float32) -> Loaded:
     folder = resolve(name)
     tokenizer = load_tokenizer(folder)
     model = _load_model(folder, dtype)
-    identity = Identity(name, weights_digest(folder), tokenizer_digest(tokenizer), model.config.vocab_size)
+    size = max(tokenizer.get_vocab().values(), default=-1) + 1
+    vocab_size = model.config.get_text_config().vocab_size
+    identity = Identity(name, weights_digest(folder), tokenizer_digest(tokenizer), vocab_size, size)
     return Loaded(model.eval().requires_grad_(False), tokenizer, identity, _stored_bits(folder))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -39,11 +40,13 @@ from qat_lora.evaluate import (
 )
 from qat_lora.export import ADAPTER_FOLDER, export_adapter, export_dequantized, export_merged, verify_export
 from qat_lora.files import check_writable
-from qat_lora.kd import CacheManifest, CacheWriter, Head, Part, build_cache
+from qat_lora.kd import CacheManifest, CacheWriter, Head, Part, build_cache, differ_in_padding
 from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.train.checkpoint import load_checkpoint
 from qat_lora.train.run import Launch, RunResult, run_qat, run_recovery
 from qat_lora.train.student import load_student
+
+log = logging.getLogger(__name__)
 
 
 def cache(run: CacheRun) -> CacheManifest:
@@ -120,6 +123,7 @@ def _manifest(run: CacheRun, identity: models.Identity, blocks: Blocks) -> Cache
         teacher_digest=identity.weights,
         tokenizer_digest=identity.tokenizer,
         vocab_size=identity.vocab_size,
+        tokenizer_size=identity.tokenizer_size,
         seq_len=run.seq_len,
         rows=len(blocks.input_ids_RT),
         source=source_words(run.data, run.source),
@@ -275,11 +279,22 @@ def _teacher(run: EvalRun, loaded: models.Loaded) -> nn.Module | None:
     if not name:
         return None
     teacher = models.load(name)
-    for part in ("vocab_size", "tokenizer"):
-        ours, theirs = getattr(loaded.identity, part), getattr(teacher.identity, part)
-        if ours != theirs:
+    ours, theirs = loaded.identity, teacher.identity
+    if ours.tokenizer != theirs.tokenizer:
+        raise ModelError(
+            f"teacher {name!r} has tokenizer {theirs.tokenizer}, the model {ours.name!r} has {ours.tokenizer}; give "
+            "the teacher that the model comes from."
+        )
+    if ours.vocab_size != theirs.vocab_size:
+        if not differ_in_padding(ours.vocab_size, theirs.vocab_size, ours.tokenizer_size):
             raise ModelError(
-                f"teacher {name!r} has {part} {theirs}, the model {loaded.identity.name!r} has {ours}; give the "
+                f"teacher {name!r} has vocab_size {theirs.vocab_size}, the model {ours.name!r} has {ours.vocab_size}, "
+                f"and their tokenizer has {ours.tokenizer_size} ids, so they differ in more than padding; give the "
                 "teacher that the model comes from."
             )
+        common = min(ours.vocab_size, theirs.vocab_size)
+        log.info(
+            "teacher %s has %s ids, the model %s; KL and top-1 are over the %s that both have, of which the tokenizer "
+            "has %s", name, f"{theirs.vocab_size:,}", f"{ours.vocab_size:,}", f"{common:,}", f"{ours.tokenizer_size:,}"
+        )  # fmt: skip
     return teacher.model

@@ -20,8 +20,10 @@ def cache_table(directory: Path, summary: CacheSummary) -> Table:
     table = Table(title=str(directory), show_header=False, title_justify="left")
     of_how_many = ", on average" if manifest.store == "sampled" else f" ({summary.rows_read:,} rows read)"
     state = "complete" if manifest.complete else f"unfinished: {len(manifest.shards)} of {manifest.shard_count} shards"
+    how = f" in {manifest.teacher_quantization}" if manifest.teacher_quantization else ""
     facts = {
-        "teacher": f"{manifest.teacher} (weights {manifest.teacher_digest[:12]}, V = {manifest.vocab_size:,})",
+        "teacher": f"{manifest.teacher} (weights {manifest.teacher_weights[:12]}{how}, V = {manifest.vocab_size:,})",
+        "vocabulary": _vocabulary(manifest.vocab_size, manifest.tokenizer_size),
         "source": f"{manifest.source} (rows {manifest.source_digest[:12]})",
         "rows": f"{summary.rows:,} of {manifest.rows:,}, of {manifest.seq_len} tokens; {summary.tokens:,} valid tokens",
         "packing": manifest.packing,
@@ -46,3 +48,10 @@ def _how(manifest: CacheManifest) -> str:
     if manifest.store == "sampled":
         return f"drawn at T = {manifest.proposal_temperature:g} with seed {manifest.sampling_seed}"
     return "float32"
+
+
+def _vocabulary(vocab_size: int, tokenizer_size: int) -> str:
+    if not tokenizer_size:  # a cache of before this was recorded
+        return f"{vocab_size:,} ids"
+    padding = max(0, vocab_size - tokenizer_size)
+    return f"{tokenizer_size:,} ids of the tokenizer, {padding:,} of padding, of which a student may have more or fewer"

@@ -66,7 +66,9 @@ def measure(
 ) -> Scores:
     """Compare a student with its teacher, if one is given, on the windows' counted positions.
 
-    The models lie on the runtime's device and keep the mode they are in. `on_batch` is told the rows done.
+    The models lie on the runtime's device and keep the mode they are in. `on_batch` is told the rows done. Where their
+    vocabularies differ, in padding, KL and top-1 are those of both distributions given one of the ids that both have:
+    softmax over the first min(V) logits. Perplexity is the student's own, over all of its ids.
     """
     tokens = int(windows.counted_RT.sum())
     if not tokens:
@@ -112,8 +114,8 @@ def _batch_sums(
         for (_, head), hidden_CH in zip(used, hiddens, strict=True):
             weight_VH, bias_V = rest.pop(0), None if head.bias_V is None else rest.pop(0)
             log_probs.append(Head(weight_VH, bias_V, head.transform)(hidden_CH).float().log_softmax(-1))
-        logq_CV, logp_CV = log_probs[0], log_probs[-1]
-        nll_C = -logq_CV.gather(1, next_C[:, None]).squeeze(1)
+        nll_C = -log_probs[0].gather(1, next_C[:, None]).squeeze(1)
+        logq_CV, logp_CV = _over_common_ids(log_probs[0], log_probs[-1])
         kl_C = (logp_CV.exp() * (logp_CV - logq_CV)).sum(-1)
         same_C = logp_CV.argmax(-1) == logq_CV.argmax(-1)
         return [carry[0] + (torch.stack([nll_C, kl_C, same_C]).double() * weight_C).sum(-1), *carry[1:]], []
@@ -123,3 +125,10 @@ def _batch_sums(
     sums = runtime.loop(body, [sums, *same], rows, CHUNK_TOKENS)[0][0]
     runtime.mark_step("evaluation")
     return sums.cpu()
+
+
+def _over_common_ids(logq_CV: Tensor, logp_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """Both log-probabilities over the ids that both have, renormalised where the other has more."""
+    common = min(logq_CV.shape[-1], logp_CV.shape[-1])
+    logq_CV, logp_CV = (x if x.shape[-1] == common else x[:, :common].log_softmax(-1) for x in (logq_CV, logp_CV))
+    return logq_CV, logp_CV

@@ -23,6 +23,7 @@ from qat_lora.kd.soundness import verify
 from qat_lora.kd.summary import CacheSummary, summarise
 from qat_lora.kd.targets import label_mask, next_tokens, position_mask, targets
 from qat_lora.kd.teacher import build_cache, topk_rows
+from qat_lora.kd.vocabulary import differ_in_padding
 from qat_lora.kd.writer import CacheWriter
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "chunked_head_loss",
     "convert",
     "convert_older",
+    "differ_in_padding",
     "distillation",
     "hard_top1",
     "is_older",

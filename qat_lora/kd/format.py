@@ -29,6 +29,8 @@ SCHEMA = "qat_lora.kd_cache/3"
 MANIFEST_NAME = "manifest.json"
 SHARD_BYTES = 64 * 2**20  # small enough to hold twice while writing, large enough that a build has few files
 SHARD_KEY = "shard_of"  # the one metadata key of a shard file: "<identity digest>:<index>"
+# Names, what follows from the tokenizer's digest, and how far a build has come.
+_NO_IDENTITY = ("teacher", "source", "tokenizer_size", "shards", "complete")
 
 GRID_BITS = (4, 5, 6, 7, 8)  # of a log-probability; more are a float's own
 
@@ -71,9 +73,10 @@ class CacheManifest:
 
     Attributes:
         teacher: the name it was asked for by; the digest decides.
-        teacher_digest: digest of the teacher's weights.
+        teacher_digest: digest of the teacher's weights, with ":8bit" or ":4bit" behind it where they were quantised.
         tokenizer_digest: digest of the tokenizer.
         vocab_size: V, the width of the teacher's logits.
+        tokenizer_size: the tokenizer's greatest id + 1; ids from there up to V are padding. 0 where it is not known.
         seq_len: T, tokens per row.
         rows: rows of the finished cache.
         source: the text source as it was named; the digest decides.
@@ -115,6 +118,7 @@ class CacheManifest:
     normalizer: Normalizer = "exact"
     sorted: bool = True
     packing: Packing = "stream"
+    tokenizer_size: int = 0
     shards: tuple[ShardRecord, ...] = ()
     complete: bool = False
     schema: str = SCHEMA
@@ -151,6 +155,16 @@ class CacheManifest:
             object.__setattr__(self, "rows_per_shard", max(1, SHARD_BYTES // self.bytes_per_row))
 
     @property
+    def teacher_weights(self) -> str:
+        """Digest of the weights that the teacher has on disk."""
+        return self.teacher_digest.partition(":")[0]
+
+    @property
+    def teacher_quantization(self) -> str:
+        """How the teacher's weights were quantised on loading, such as 8bit; empty where they were not."""
+        return self.teacher_digest.partition(":")[2]
+
+    @property
     def bytes_per_row(self) -> int:
         """Bytes that one row takes on disk; of what varies from row to row, most that it may take."""
         fixed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors(1).values())
@@ -168,7 +182,7 @@ class CacheManifest:
     def identity(self) -> dict[str, Any]:
         """Return the fields that decide what the rows hold: equal identity, equal cache."""
         plain = dataclasses.replace(self, shards=()).to_json()  # many shards are dear to make plain
-        return {k: v for k, v in plain.items() if k not in ("teacher", "source", "shards", "complete")}
+        return {k: v for k, v in plain.items() if k not in _NO_IDENTITY}
 
     def differing(self, other: CacheManifest) -> dict[str, tuple[Any, Any]]:
         """Return the fields of the identity that differ, each with this value and the other's."""

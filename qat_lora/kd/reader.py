@@ -28,8 +28,8 @@ from qat_lora.kd.parts import load_manifest, what_is_missing
 from qat_lora.kd.shards import MemoryShards, RowSource, ShardFiles, row_fractions
 from qat_lora.kd.soundness import verify
 from qat_lora.kd.targets import check_top_k
+from qat_lora.kd.vocabulary import differ_in_padding, without_ids_from
 
-_IDS = {"input_ids", "topk_ids", "draw_ids"}
 Split: TypeAlias = Literal["all", "train", "eval"]
 Batch: TypeAlias = dict[str, Tensor]
 
@@ -72,6 +72,7 @@ class KDCacheDataset(Dataset[Batch]):
         self.manifest = load_manifest(self.path)
         _check_complete(self.path, self.manifest)
         self.rank, self.world_size, self.seed = rank, world_size, seed
+        self.vocab_size = self.manifest.vocab_size
         files = ShardFiles(self.path, self.manifest)
         self._source: RowSource = MemoryShards(files) if preload else files
         self._rows = self._split_rows(split, eval_fraction)
@@ -98,6 +99,15 @@ class KDCacheDataset(Dataset[Batch]):
         other = copy.copy(self)
         other._rows = self._split_rows(split, eval_fraction)
         other._orders = {}
+        return other
+
+    def within(self, vocab_size: int) -> KDCacheDataset:
+        """Return this cache with no id at or beyond `vocab_size` in its rows, for a student that has no more.
+
+        The probability of candidates that are left out joins the tail; see `qat_lora.kd.vocabulary`.
+        """
+        other = copy.copy(self)
+        other.vocab_size = min(vocab_size, self.manifest.vocab_size)
         return other
 
     def batches(self, batch_size: int, *, position: int = 0) -> Iterator[Batch]:
@@ -141,26 +151,28 @@ class KDCacheDataset(Dataset[Batch]):
         top_k: int | None = None,
         temperature: float | None = None,
         vocab_size: int | None = None,
+        tokenizer_size: int | None = None,
         teacher_digest: str | None = None,
         tokenizer_digest: str | None = None,
     ) -> None:
         """Raise CacheMismatch, showing both values, unless the cache serves what is given.
 
-        Fewer candidates than stored are served by `targets(..., top_k=)`; all else must be equal.
+        Fewer candidates than stored are served by `targets(..., top_k=)`. Vocabularies may differ in padding, given the
+        size of the tokenizer that both sides have (see `within`); the student is then another model than the teacher,
+        and `teacher_digest`, of weights, is not compared. A teacher that was quantised on loading counts as one that
+        was not. All else must be equal.
         """
-        wanted = {
-            "seq_len": seq_len,
-            "vocab_size": vocab_size,
-            "teacher_digest": teacher_digest,
-            "tokenizer_digest": tokenizer_digest,
+        wanted: dict[str, tuple[Any, Any]] = {
+            "seq_len": (seq_len, self.manifest.seq_len),
+            "tokenizer_digest": (tokenizer_digest, self.manifest.tokenizer_digest),
+            "teacher_digest": (teacher_digest, self.manifest.teacher_weights),
         }
-        for name, value in wanted.items():
-            stored = getattr(self.manifest, name)
+        if vocab_size not in (None, self.manifest.vocab_size):
+            self._require_padding(vocab_size, tokenizer_size, tokenizer_digest)
+            del wanted["teacher_digest"]
+        for name, (value, stored) in wanted.items():
             if value is not None and value != stored:
-                raise CacheMismatch(
-                    f"The KD cache {str(self.path)!r} (teacher {self.manifest.teacher!r}) has "
-                    f"{name}={stored!r}, but the run needs {name}={value!r}; {_FIXES[name]}."
-                )
+                raise self._mismatch(name, value)
         if top_k is not None:
             check_top_k(self.manifest, top_k, whose=f"The KD cache {str(self.path)!r}")
         if temperature is not None and temperature not in self.manifest.temperatures:
@@ -168,6 +180,23 @@ class KDCacheDataset(Dataset[Batch]):
                 f"The KD cache {str(self.path)!r} stores temperatures {list(self.manifest.temperatures)}, "
                 f"but the run needs temperature={temperature}; use one of these or build a cache with it."
             )
+
+    def _require_padding(self, vocab_size: int, tokenizer_size: int | None, tokenizer_digest: str | None) -> None:
+        """Raise CacheMismatch unless the vocabularies differ in nothing but padding behind one tokenizer's ids."""
+        smaller = min(vocab_size, self.manifest.vocab_size)
+        if tokenizer_size is None:
+            raise self._mismatch("vocab_size", vocab_size)
+        if tokenizer_digest not in (None, self.manifest.tokenizer_digest):
+            raise self._mismatch("vocab_size", vocab_size, "; their tokenizers differ, so this is more than padding")
+        if not differ_in_padding(vocab_size, self.manifest.vocab_size, tokenizer_size):
+            reason = f"; {smaller} cannot hold the tokenizer's {tokenizer_size} ids, so this is more than padding"
+            raise self._mismatch("vocab_size", vocab_size, reason)
+
+    def _mismatch(self, name: str, value: Any, reason: str = "") -> CacheMismatch:
+        return CacheMismatch(
+            f"The KD cache {str(self.path)!r} (teacher {self.manifest.teacher!r}) has "
+            f"{name}={getattr(self.manifest, name)!r}, but the run needs {name}={value!r}{reason}; {_FIXES[name]}."
+        )
 
     def verify(self) -> None:
         """Read every byte; CacheError, naming all files that differ from what was recorded."""
@@ -206,15 +235,17 @@ class KDCacheDataset(Dataset[Batch]):
     def _read(self, rows: np.ndarray[Any, Any]) -> Batch:
         arrays = decoded(self.manifest, self._source.read(rows))
         arrays["length"] = arrays.pop("lengths")
-        for name in arrays.keys() & _IDS:
-            self._check_ids(name, arrays[name], rows)
+        self._check_ids("input_ids", arrays["input_ids"], rows, self.vocab_size)
+        for name in arrays.keys() & {"topk_ids", "draw_ids"}:
+            self._check_ids(name, arrays[name], rows, self.manifest.vocab_size)
+        if self.vocab_size < self.manifest.vocab_size:
+            arrays = without_ids_from(self.vocab_size, arrays, self.manifest.temperatures)
         if "starts" in arrays:
             arrays["position_ids"] = document_positions(arrays.pop("starts"))
         return {name: torch.from_numpy(_handed_out(x)) for name, x in arrays.items()}
 
-    def _check_ids(self, name: str, ids: np.ndarray[Any, Any], rows: np.ndarray[Any, Any]) -> None:
+    def _check_ids(self, name: str, ids: np.ndarray[Any, Any], rows: np.ndarray[Any, Any], vocab_size: int) -> None:
         # On the host: an id out of range is a silent wrong gather on a TPU, a device-side assertion on a GPU.
-        vocab_size = self.manifest.vocab_size
         if ids.max() < vocab_size and ids.min() >= 0:
             return
         beyond = (ids < 0) | (ids >= vocab_size)

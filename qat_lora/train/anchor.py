@@ -38,7 +38,7 @@ def build_anchor(
         rows = [dataset[row] for row in range(begin, min(begin + batch_size, samples, len(dataset)))]
         names = [name for name in ("input_ids", "length", "position_ids") if name in rows[0]]
         batch = runtime.to_device({name: torch.stack([r[name] for r in rows]) for name in names})
-        parts.append(batch | _targets(model, batch, manifest.top_k, chunk_tokens, runtime))
+        parts.append(batch | _targets(model, batch, min(manifest.top_k, dataset.vocab_size), chunk_tokens, runtime))
         runtime.mark_step("anchor rows")
     model.train(was_training)
     return Anchor({name: torch.cat([part[name] for part in parts]) for name in parts[0]}, manifest)

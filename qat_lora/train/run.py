@@ -23,7 +23,7 @@ from qat_lora.config import QatRun, QuantScheme, RecoveryRun
 from qat_lora.errors import CheckpointError, ConfigError
 from qat_lora.evaluate import cached_kl, check_documents, placed
 from qat_lora.files import check_writable, write_json
-from qat_lora.kd import KDCacheDataset
+from qat_lora.kd import CacheManifest, KDCacheDataset
 from qat_lora.quant import freeze_codes
 from qat_lora.runtime import Runtime
 from qat_lora.settings import from_json, to_json
@@ -171,7 +171,14 @@ def _open(run: QatRun | RecoveryRun, runtime: Runtime, launch: Launch) -> _Input
     with runtime.first("model_download"):
         loaded = models.load(run.model or cache.manifest.teacher)
     identity = loaded.identity
-    cache.require(vocab_size=identity.vocab_size, teacher_digest=identity.weights, tokenizer_digest=identity.tokenizer)
+    cache.require(
+        vocab_size=identity.vocab_size,
+        tokenizer_size=identity.tokenizer_size,
+        teacher_digest=identity.weights,
+        tokenizer_digest=identity.tokenizer,
+    )
+    _say_how_teacher_differs(cache.manifest, identity)
+    cache = cache.within(identity.vocab_size)
     models.check_context(loaded.model, cache.manifest.seq_len)
     models.check_head(loaded.model)
     if cache.manifest.packing == "documents":
@@ -185,6 +192,17 @@ def _open(run: QatRun | RecoveryRun, runtime: Runtime, launch: Launch) -> _Input
         check_writable(run.output)
     torch.manual_seed(loop.seed)  # adapters' initial values follow from it
     return _Inputs(cache.part("train", loop.eval_fraction), cache.part("eval", loop.eval_fraction), loaded, resumed)
+
+
+def _say_how_teacher_differs(manifest: CacheManifest, identity: models.Identity) -> None:
+    if manifest.teacher_quantization:
+        log.info("the cache's teacher was quantised to %s", manifest.teacher_quantization)
+    if manifest.vocab_size != identity.vocab_size:
+        log.info(
+            "the cache's teacher %s has %s ids, the model %s has %s; their tokenizer has %s, the others are padding",
+            manifest.teacher, f"{manifest.vocab_size:,}", identity.name, f"{identity.vocab_size:,}",
+            f"{identity.tokenizer_size:,}",
+        )  # fmt: skip
 
 
 def _fit(

@@ -58,9 +58,9 @@ def manifest_of(blocks, **changes):
     return CacheManifest(**{**values, **changes})
 
 
-def build(directory, rows=7, *, teacher=None, progress=None, batch_size=2, last_length=3, **changes):
+def build(directory, rows=7, *, blocks=None, teacher=None, progress=None, batch_size=2, last_length=3, **changes):
     """Build a whole cache and return the teacher."""
-    blocks = blocks_of(rows, last_length=last_length)
+    blocks = blocks or blocks_of(rows, last_length=last_length)
     teacher = teacher or TinyTeacher()
     writer = CacheWriter(directory, manifest_of(blocks, **changes))
     build_cache(teacher, teacher.head, blocks, writer, batch_size=batch_size, chunk_tokens=4, progress=progress)

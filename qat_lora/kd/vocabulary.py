@@ -1,0 +1,87 @@
+"""A cache of one vocabulary read for a student of another, where the two differ in padding only.
+
+Models round their vocabularies up, each in its own way: 151,669 ids of a tokenizer become 151,936 rows of an embedding.
+The ids beyond the tokenizer's stand in no text. Owns when two sizes differ in no more than these, and what becomes of
+candidates that a narrower student lacks.
+
+Legend: B rows, T positions, K candidates, N draws, n temperatures, m of them with ratios, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+# What a slot gets whose candidate was taken out: float32 holds it, and exp of it is 0 at any sensible temperature.
+ABSENT_LOGPROB = -1.0e4
+
+
+def differ_in_padding(vocab_size: int, other: int, tokenizer_size: int) -> bool:
+    """Whether both vocabularies hold every id of the tokenizer that their models share."""
+    return min(vocab_size, other) >= tokenizer_size
+
+
+def without_ids_from(vocab_size: int, batch: dict[str, Array], temperatures: Sequence[float]) -> dict[str, Array]:
+    """Take ids at or beyond `vocab_size` out of a batch; a candidate's probability goes to the tail.
+
+    Those that stay move up, in their order. A slot that is left empty at the end gets the highest id that is not yet
+    among its position's candidates, with probability 0: the teacher gave such an id no more than the padding it stands
+    in for. Where the candidates would be the whole of the smaller vocabulary, K becomes `vocab_size`, there is no tail,
+    and `targets` shares the padding's probability among them in proportion.
+
+    Draws in the padding become draws among the position's others, in turn, so that their share is divided in
+    proportion; full logits are cut off.
+
+    Args:
+        vocab_size: V of the student.
+        batch: ``topk_ids`` [B, T, K] int64, and floats ``topk_logprobs`` [B, T, K], ``lse`` and ``tail`` [B, T, n]; or
+            ``draw_ids`` [B, T, N] ascending, with ``draw_ratios`` [B, T, N, m] if any; or ``logits`` [B, T, V].
+        temperatures: of `lse` and `tail`; the first is 1.
+
+    Returns:
+        The batch, its other fields as they were. The arrays given are left alone.
+    """
+    if "draw_ids" in batch:
+        return _other_draws(vocab_size, batch)
+    if "logits" in batch:
+        return batch | {"logits": np.ascontiguousarray(batch["logits"][..., :vocab_size])}
+    lacking_BTK = batch["topk_ids"] >= vocab_size
+    if not lacking_BTK.any():
+        return batch
+    kept = min(lacking_BTK.shape[-1], vocab_size)
+    order_BTK = np.argsort(lacking_BTK, axis=-1, kind="stable")
+    ids_BTK, logprobs_BTK, empty_BTK = (
+        np.take_along_axis(x, order_BTK, axis=-1)[..., :kept]
+        for x in (batch["topk_ids"], batch["topk_logprobs"], lacking_BTK)
+    )
+    tail_BTn = batch["tail"].copy()
+    if kept < vocab_size:
+        for n, temperature in enumerate(temperatures):
+            logits_BTK = batch["topk_logprobs"] + batch["lse"][..., :1]
+            p_BTK = np.exp(logits_BTK / temperature - batch["lse"][..., n : n + 1])
+            tail_BTn[..., n] = np.minimum(tail_BTn[..., n] + np.where(lacking_BTK, p_BTK, 0.0).sum(-1), 1.0)
+    logprobs_BTK = np.where(empty_BTK, np.float32(ABSENT_LOGPROB), logprobs_BTK)
+    highest = np.arange(vocab_size - kept, vocab_size)  # enough of them are free, whatever the candidates are
+    for place in np.argwhere(empty_BTK.any(-1)):
+        ids_K, empty_K = ids_BTK[tuple(place)], empty_BTK[tuple(place)]
+        free = np.setdiff1d(highest, ids_K[~empty_K])
+        ids_K[empty_K] = free[::-1][: empty_K.sum()]
+    return batch | {"topk_ids": ids_BTK, "topk_logprobs": logprobs_BTK, "tail": tail_BTn}
+
+
+def _other_draws(vocab_size: int, batch: dict[str, Array]) -> dict[str, Array]:
+    ids_BTN = batch["draw_ids"]
+    samples, kept_BT1 = (
+        ids_BTN.shape[-1],
+        (ids_BTN < vocab_size).sum(-1, keepdims=True),
+    )  # ascending: those at the front
+    place_BTN = np.arange(samples) % np.maximum(kept_BT1, 1)
+    # of a position that drew padding alone nothing is known; the last id is as good as any
+    found = {"draw_ids": np.minimum(np.take_along_axis(ids_BTN, place_BTN, axis=-1), vocab_size - 1)}
+    if "draw_ratios" in batch:
+        found["draw_ratios"] = np.take_along_axis(batch["draw_ratios"], place_BTN[..., None], axis=-2)
+    return batch | found
