@@ -33,6 +33,8 @@ Trainable = Literal["weights", "scales", "luts"]
 Sync = Literal["phase", "step", "optimizer"]
 Checkpointing = Literal["auto", "on", "off"]
 Shard = Literal["none", "fsdp", "spmd", "spmd_data"]
+DeviceMap = Literal["none", "auto"]
+QuantizeTeacher = Literal["none", "8bit", "4bit"]
 MemDebug = Literal["off", "basic", "tensors", "metrics", "hlo"]
 
 
@@ -218,6 +220,15 @@ class CacheRun:
     command: ClassVar[str] = "cache"
 
     teacher: str = setting("embedded", "directory or hub id of the teacher; 'embedded' is the one in the package")
+    device_map: DeviceMap = setting(
+        "none", "auto: spread a teacher that one device cannot hold over all devices, the host's memory and the disk"
+    )
+    max_memory: tuple[str, ...] = setting(
+        (), "what --device-map may take, such as 0=20GiB,cpu=64GiB; default: what is free"
+    )
+    quantize_teacher: QuantizeTeacher = setting(
+        "none", "quantise the teacher's Linears on loading, by bitsandbytes; another teacher as far as a cache goes"
+    )
     data: str = setting(
         "embedded:train",
         ".txt or .jsonl; token ids in .pt, .npy or .safetensors; a folder or glob of one kind; "
@@ -226,13 +237,9 @@ class CacheRun:
     output: Path = setting(Path("caches/embedded"), "folder of the new cache; a half-built one is resumed")
     seq_len: int = setting(128, "tokens per row")
     packing: Packing = setting(
-        "stream",
-        "how texts are laid into rows: end to end as one stream; end to end, but positions and attention begin anew "
-        "with each document; or a row for each document, padded",
+        "stream", "texts end to end; the same, but attention begins anew with each; or a row for each, padded"
     )
-    store: Store = setting(
-        "topk", "top-k and the mass of the rest; unbiased draws from the teacher; or all its logits, for tests"
-    )
+    store: Store = setting("topk", "top-k and the mass of the rest; unbiased draws; or all logits, for tests")
     top_k: int = setting(64, "teacher candidates per position, with --store topk")
     logprob_bits: int = setting(5, "of a candidate's log-probability: 4 to 8 on a grid, 16 or 32 as a float")
     samples: int = setting(50, "draws per position, with --store sampled; about a fourth are distinct")
@@ -260,6 +267,11 @@ class CacheRun:
         if not 1 <= number <= count:
             raise ConfigError(
                 f"part must be i/n with i from 1 to n, but part={self.part!r}; write --part 2/4 for the second of four."
+            )
+        if self.max_memory and self.device_map == "none":
+            raise ConfigError(
+                f"max_memory={','.join(self.max_memory)} bounds what --device-map takes, but device_map=none; add "
+                "--device-map auto."
             )
 
     @property

@@ -6,6 +6,7 @@ logits. Training keeps the two apart because the [B, T, V] logits of a whole bat
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from qat_lora.attention import causal_attention
 from qat_lora.errors import ModelError, OutputError
 from qat_lora.layers import Scan, ScannedLayers, why_unlike
+from qat_lora.placement import Placement, at_hand
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -48,7 +50,7 @@ class Identity:
 
     Attributes:
         name: as it was asked for.
-        weights: digest of the weight files.
+        weights: digest of the weight files, with ":8bit" or ":4bit" behind it where they were quantised on loading.
         tokenizer: digest of the tokenizer.
         vocab_size: V, rows of the embedding and width of the logits.
         tokenizer_size: the tokenizer's greatest id + 1. Ids from there up to V, if any, are padding: no text has them.
@@ -83,14 +85,23 @@ def resolve(name: str) -> Path:
     return _snapshot(name)
 
 
-def load(name: str, *, dtype: torch.dtype = torch.float32) -> Loaded:
-    """Load a causal LM and its tokenizer on the CPU: frozen, in evaluation mode, with attention that needs no mask."""
+def load(name: str, *, dtype: torch.dtype = torch.float32, placement: Placement | None = None) -> Loaded:
+    """Load a causal LM and its tokenizer: frozen, in evaluation mode, with attention that needs no mask.
+
+    On the CPU in `dtype`, or as a `placement` says.
+    """
     folder = resolve(name)
+    if placement is not None:
+        placement.check(folder)
     tokenizer = load_tokenizer(folder)
-    model = _load_model(folder, dtype)
+    weights = weights_digest(folder)
+    if placement is None:
+        model = _load_model(folder, dtype)
+    else:
+        model = placement.loaded(functools.partial(_load_model, folder, placement.dtype))
+        weights += f":{placement.quantization}" if placement.quantization else ""
     size = max(tokenizer.get_vocab().values(), default=-1) + 1
-    vocab_size = model.config.get_text_config().vocab_size
-    identity = Identity(name, weights_digest(folder), tokenizer_digest(tokenizer), vocab_size, size)
+    identity = Identity(name, weights, tokenizer_digest(tokenizer), model.config.get_text_config().vocab_size, size)
     return Loaded(model.eval().requires_grad_(False), tokenizer, identity, _stored_bits(folder))
 
 
@@ -258,28 +269,30 @@ def head_parts(model: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor | N
     layer, config = lm.get_output_embeddings(), lm.config.get_text_config()
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
-    bias = getattr(layer, "bias", None)
 
     def transform(logits: Tensor) -> Tensor:
         scaled = logits * scale
         return softcap * torch.tanh(scaled / softcap) if softcap else scaled
 
     plain = scale == 1.0 and not softcap
-    return layer.weight.to(dtype), None if bias is None else bias.to(dtype), None if plain else transform
+    with at_hand(layer):
+        bias = getattr(layer, "bias", None)
+        return layer.weight.to(dtype), None if bias is None else bias.to(dtype), None if plain else transform
 
 
 def check_head(model: nn.Module) -> None:
     """Raise ModelError where trunk and head together do not give the logits of the model's own forward."""
     with torch.no_grad():
-        ids_BT = torch.arange(8, device=next(model.parameters()).device)[None]
-        own = causal_lm(model)(input_ids=ids_BT, use_cache=False).logits.float()
+        first = next(model.parameters())
+        ids_BT = torch.arange(8, device="cpu" if first.is_meta else first.device)[None]  # hooks fetch both
+        own = causal_lm(model)(input_ids=ids_BT, use_cache=False).logits.float().cpu()
         hidden_BTH = trunk_hidden(model, ids_BT)
         weight_VH, bias_V, transform = head_parts(model, hidden_BTH.dtype)
-        ours = nn.functional.linear(hidden_BTH, weight_VH, bias_V).float()
-        ours = ours if transform is None else transform(ours)
-    if not torch.allclose(
-        own, ours, rtol=1e-4, atol=1e-4
-    ):  # float32 in another order; a missing scale or cap is far off
+        ours = nn.functional.linear(hidden_BTH.to(weight_VH.device), weight_VH, bias_V).float()
+        ours = (ours if transform is None else transform(ours)).cpu()
+    # another order of operations; a missing scale or cap is far off
+    tolerance = max(1e-4, 4 * torch.finfo(hidden_BTH.dtype).eps)
+    if not torch.allclose(own, ours, rtol=tolerance, atol=tolerance):
         raise ModelError(
             f"{type(causal_lm(model)).__name__} does something to its logits that qat_lora does not know (largest "
             f"difference {(own - ours).abs().max():.3g}); add it to qat_lora.models.head_parts."
@@ -348,7 +361,7 @@ def _role(parts: Sequence[str]) -> str | None:
     return "mlp" if any(word in part for part in parts for word in _MLP_WORDS) else None
 
 
-def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def _load_model(folder: Path, dtype: torch.dtype, **placed: Any) -> PreTrainedModel:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -356,12 +369,12 @@ def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     disable_progress_bar()  # a model that loads in seconds needs no bar of its own
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
+            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True, **placed
         )
     except (*_UNREADABLE, SafetensorError) as error:
         raise ModelError(
             f"no causal LM can be read in {folder} ({_first_line(error)}); check config.json and the weights, "
-            "or download the model again."
+            f"{'the free memory and --max-memory, ' if placed else ''}or download the model again."
         ) from None
     if layers := sorted(key for key in info["unexpected_keys"] if _role(key.split(".")) and key.endswith(".weight")):
         log.warning("%s holds weights that its config does not use, %s among them", folder, layers[0])

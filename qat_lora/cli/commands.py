@@ -30,7 +30,7 @@ from qat_lora.evaluate import (
     Fidelity,
     Windows,
     check_documents,
-    hidden_and_head,
+    hidden_states,
     measure,
     placed,
     size_of,
@@ -41,6 +41,7 @@ from qat_lora.evaluate import (
 from qat_lora.export import ADAPTER_FOLDER, export_adapter, export_dequantized, export_merged, verify_export
 from qat_lora.files import check_writable
 from qat_lora.kd import CacheManifest, CacheWriter, Head, Part, build_cache, differ_in_padding
+from qat_lora.placement import Placement, memory_bytes, places_of
 from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.train.checkpoint import load_checkpoint
 from qat_lora.train.run import Launch, RunResult, run_qat, run_recovery
@@ -55,10 +56,13 @@ def cache(run: CacheRun) -> CacheManifest:
     runtime = runtime_for(run.place, folder=run.output, many=True)
     if runtime.rank == 0:  # another rank's would see, and remove, a folder that is made at this moment
         check_writable(run.output)
+    placement = _placement(run, runtime)
     with runtime.first("model_download"):
-        loaded = models.load(run.teacher)
+        loaded = models.load(run.teacher, placement=placement)
+    if placement is not None:
+        log.info("teacher in %s: %s", placement.quantization or placement.dtype, places_of(loaded.model))
     models.check_context(loaded.model, run.seq_len)
-    models.check_head(loaded.model)
+    _check_teacher(loaded.model, placement)
     if run.packing == "documents":
         check_documents(loaded.model)
     with runtime.first("data_download"):
@@ -74,18 +78,19 @@ def cache(run: CacheRun) -> CacheManifest:
         writer = CacheWriter(
             run.output, manifest, part=Part(*run.part_of), rank=runtime.rank, world_size=runtime.world_size
         )
-    model = placed(loaded.model, runtime)
+    model = placed(loaded.model, runtime) if placement is None else loaded.model
     head = Head(*models.head_parts(model, runtime.precision.compute))
 
-    def hidden_states(ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
-        hidden_SH, _ = hidden_and_head(model, ids_BT, runtime, position_ids_BT=position_ids_BT)
-        return hidden_SH.unflatten(0, ids_BT.shape)
+    def hidden_fn(ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
+        hidden_SH = hidden_states(model, ids_BT, runtime, position_ids_BT=position_ids_BT)
+        # a teacher over several devices may end on another than its head's
+        return hidden_SH.to(head.weight_VH.device).unflatten(0, ids_BT.shape)
 
     whose = f" (rank 0 of {runtime.world_size})" if runtime.world_size > 1 else ""
     title = f"cache{f' {run.part}' if run.part else ''}{whose}"
     with bar(title, total=writer.rows, unit_per_second="tokens/s", units_each=run.seq_len) as update:
         build_cache(
-            hidden_states,
+            hidden_fn,
             lambda hidden_SH: head(hidden_SH),
             blocks,
             writer,
@@ -115,6 +120,38 @@ def _blocks(run: CacheRun | EvalRun, loaded: models.Loaded, max_rows: int | None
         return rows.one_document_each() if packing == "documents" else rows
     documents = read_documents(run.data, run.source, tokenizer, vocab_size=vocab_size)
     return tokenize_blocks(documents, tokenizer, run.seq_len, packing=packing, max_rows=max_rows, vocab_size=vocab_size)
+
+
+def _placement(run: CacheRun, runtime: Runtime) -> Placement | None:
+    """Where the run's teacher is to lie, if not whole on the runtime's device; ConfigError where that cannot be."""
+    spread = run.device_map == "auto"
+    if not spread and run.quantize_teacher == "none":
+        return None
+    if spread and runtime.world_size > 1:
+        raise ConfigError(
+            f"device_map=auto spreads one teacher over all devices, but {runtime.world_size} ranks would each do so; "
+            "run one process, or build a --part on each machine."
+        )
+    if spread and runtime.static_graph:
+        raise ConfigError(
+            f"device_map=auto moves weights between the layers' forwards, but {runtime.device} runs whole compiled "
+            "graphs; drop --device-map, or use --device cuda or cpu."
+        )
+    quantization = "" if run.quantize_teacher == "none" else run.quantize_teacher
+    return Placement(runtime.device, runtime.precision.compute, spread, memory_bytes(run.max_memory), quantization)
+
+
+def _check_teacher(model: nn.Module, placement: Placement | None) -> None:
+    """`models.check_head`, in which a quantised teacher runs for the first time: not every device has every product."""
+    try:
+        models.check_head(model)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        if placement is None or not placement.quantization:
+            raise
+        raise ModelError(
+            f"bitsandbytes cannot run {type(model).__name__} in {placement.quantization} on {placement.device} "
+            f"({type(error).__name__}: {error}); use --device cuda, another width, or drop --quantize-teacher."
+        ) from error
 
 
 def _manifest(run: CacheRun, identity: models.Identity, blocks: Blocks) -> CacheManifest:

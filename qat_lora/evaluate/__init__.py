@@ -2,7 +2,7 @@
 
 from qat_lora.evaluate.cached import cached_kl
 from qat_lora.evaluate.fidelity import Fidelity, measure
-from qat_lora.evaluate.forward import check_documents, hidden_and_head, placed
+from qat_lora.evaluate.forward import check_documents, hidden_and_head, hidden_states, placed
 from qat_lora.evaluate.size import Size, size_of
 from qat_lora.evaluate.table import fidelity_table, write_fidelity
 from qat_lora.evaluate.windows import Windows, strided_windows, whole_windows
@@ -15,6 +15,7 @@ __all__ = [
     "check_documents",
     "fidelity_table",
     "hidden_and_head",
+    "hidden_states",
     "measure",
     "placed",
     "size_of",

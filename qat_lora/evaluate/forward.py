@@ -29,7 +29,8 @@ def check_documents(model: nn.Module) -> None:
     Transformers masks by the positions in most families; those without positions, or with a memory that runs through
     the row, do not know where a document begins.
     """
-    device = next(model.parameters()).device
+    parameter = next(model.parameters())
+    device = "cpu" if parameter.is_meta else parameter.device  # hooks fetch both
     first, second = (torch.arange(length, device=device)[None] for length in (5, 6))
     ids = (first + 6, second)
     try:
@@ -47,15 +48,22 @@ def check_documents(model: nn.Module) -> None:
         )
 
 
-def hidden_and_head(
+def hidden_states(
     model: nn.Module, ids_BT: Tensor, runtime: Runtime, *, position_ids_BT: Tensor | None = None
-) -> tuple[Tensor, Head]:
-    """Return the hidden states [S, H] of all positions of a batch and the model's head, both in the compute precision.
+) -> Tensor:
+    """Return the hidden states [S, H] of all positions of a batch in the compute precision.
 
     A batch of a cache has `position_ids_BT` where its rows hold several documents, each of which is then alone in what
     it sees. The last norm may leave autocast in float32; the product with the vocabulary, the largest of all, must not.
     """
     with runtime.autocast():
         hidden_BTH = models.trunk_hidden(model, ids_BT, position_ids_BT)
-    compute = runtime.precision.compute
-    return hidden_BTH.flatten(0, 1).to(compute), Head(*models.head_parts(model, compute))
+    return hidden_BTH.flatten(0, 1).to(runtime.precision.compute)
+
+
+def hidden_and_head(
+    model: nn.Module, ids_BT: Tensor, runtime: Runtime, *, position_ids_BT: Tensor | None = None
+) -> tuple[Tensor, Head]:
+    """Return the `hidden_states` of a batch and the model's head, both in the compute precision."""
+    hidden_SH = hidden_states(model, ids_BT, runtime, position_ids_BT=position_ids_BT)
+    return hidden_SH, Head(*models.head_parts(model, runtime.precision.compute))

@@ -1,0 +1,148 @@
+"""A model loaded straight to where it runs: spread over devices, offloaded, or with its weights quantised on the way.
+
+Owns what transformers' `from_pretrained` is told about it, and how a layer is read whose weights accelerate's hooks
+bring only when it runs. Does not own which runtimes can have such a model: the caller refuses the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import re
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from qat_lora.errors import ConfigError, DeviceError, ModelError
+
+Model = TypeVar("Model", bound=nn.Module)
+Quantization = Literal["", "8bit", "4bit"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model's weights go when they are read, and how wide they become.
+
+    Attributes:
+        device: the runtime's; without `spread` all weights lie there.
+        dtype: of the weights, and of the products of 4bit.
+        spread: accelerate fills the devices one after the other, then the host's memory, then leaves the rest on disk.
+        max_memory: bytes by device, a GPU's number or "cpu" or "mps", that `spread` may take; empty: what is free.
+        quantization: of the Linears but the head, by bitsandbytes. 8bit multiplies in float16 whatever `dtype` is; 4bit
+            is NF4 with a scale per 64 weights.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    spread: bool = False
+    max_memory: Mapping[int | str, int] = field(default_factory=dict)
+    quantization: Quantization = ""
+
+    def check(self, folder: Path) -> None:
+        """Raise ModelError or DeviceError where the model in a folder cannot be quantised so, before it is read."""
+        if not self.quantization:
+            return
+        if _is_quantized(folder):
+            raise ModelError(
+                f"{folder} holds weights that are quantised already (its config.json has a quantization_config), so "
+                f"they cannot become {self.quantization}; drop --quantize-teacher."
+            )
+        known = _bitsandbytes_devices()
+        if self.device.type not in known:
+            raise DeviceError(
+                f"--quantize-teacher {self.quantization} needs bitsandbytes, which knows {', '.join(sorted(known))} "
+                f"but not {self.device.type}; use another --device, or drop --quantize-teacher."
+            )
+
+    def loaded(self, load: Callable[..., Model]) -> Model:
+        """Call `load` with the words of `from_pretrained`; what it writes anew for the disk goes with the model."""
+        scratch = tempfile.TemporaryDirectory(prefix="qat_lora-offload-")
+        model = load(**self._words(scratch.name))
+        weakref.finalize(model, scratch.cleanup)
+        return model
+
+    def _words(self, scratch: str) -> dict[str, Any]:
+        words: dict[str, Any] = {"device_map": {"": self.device}}
+        if self.spread:
+            words = {"device_map": "auto", "offload_folder": scratch}
+            if memory := dict(self.max_memory) or self._host_memory():
+                words["max_memory"] = memory
+        if self.quantization:
+            words["quantization_config"] = {"quant_method": "bitsandbytes", **self._bitsandbytes_words()}
+        return words
+
+    def _bitsandbytes_words(self) -> dict[str, Any]:
+        if self.quantization == "8bit":
+            return {"load_in_8bit": True}
+        compute = str(self.dtype).removeprefix("torch.")
+        return {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": compute}
+
+    def _host_memory(self) -> dict[int | str, int]:
+        """On a CPU the host's memory, most of what is free, since `auto` would take GPUs; else nothing."""
+        if self.device.type != "cpu":
+            return {}
+        from accelerate.utils import get_max_memory
+
+        return {"cpu": int(0.9 * get_max_memory()["cpu"])}
+
+
+def memory_bytes(max_memory: Sequence[str]) -> dict[int | str, int]:
+    """Read ``device=size`` words as bytes by device: the number of a GPU, "cpu" or "mps"."""
+    found: dict[int | str, int] = {}
+    for word in max_memory:
+        match = re.fullmatch(r"([0-9]+|cpu|mps)=([0-9]+(?:\.[0-9]+)?)([KMGT])(i?)B", word)
+        if match is None:
+            raise ConfigError(
+                f"max_memory takes device=size with a GPU's number, cpu or mps, but got {word!r}; write --max-memory "
+                "0=20GiB,cpu=64GiB."
+            )
+        device, size, unit, binary = match.groups()
+        factor = (1024 if binary else 1000) ** ("KMGT".index(unit) + 1)
+        found[int(device) if device.isdecimal() else device] = int(float(size) * factor)
+    return found
+
+
+@contextlib.contextmanager
+def at_hand(layer: nn.Module) -> Iterator[None]:
+    """The context in which a layer's weights are where it computes; what is taken from them there may be kept."""
+    if not hasattr(layer, "_hf_hook"):
+        yield
+        return
+    from accelerate.utils import align_module_device
+
+    with align_module_device(layer):
+        yield
+
+
+def places_of(model: nn.Module) -> str:
+    """Say how many modules lie where, as accelerate placed them."""
+    found = Counter(str(place) for place in getattr(model, "hf_device_map", {}).values())
+    return ", ".join(f"{count} on {place}" for place, count in found.items()) or "all on one device"
+
+
+def _is_quantized(folder: Path) -> bool:
+    try:
+        return "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # loading says more about it
+        return False
+
+
+def _bitsandbytes_devices() -> set[str]:
+    try:
+        library = importlib.import_module("bitsandbytes")
+    except ImportError:
+        raise ModelError(
+            "--quantize-teacher needs the package 'bitsandbytes'; pip install 'qat_lora[bitsandbytes]', or drop it."
+        ) from None
+    # which says of every 8-bit product in every batch that it is computed in float16
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    return set(getattr(library, "supported_torch_devices", {"cuda"}))
