@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from qat_lora.config import ExecutionConfig, KDConfig, OptimConfig, PlaceConfig, RecoveryRun
+from qat_lora.kd import load_manifest
 from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.train.run import run_qat, run_recovery
-from tests.conftest import qat_run, recovery_run
+from tests.conftest import cache_run, qat_run, recovery_run
 
 ROOT = Path(__file__).parents[2]
 LOOP = {"max_steps": 30, "accumulation_steps": 2, "eval_every": 10, "save_every": 10, "log_every": 1}
@@ -117,6 +118,33 @@ def both_stages(cache: str, folder: str) -> dict:
         assert {str(p.dtype) for p in recovered.state.trained.values()} == {"torch.float32"}
         assert {str(p.dtype) for p in qat.state.trained.values()} == {"torch.float32"}
     return found
+
+
+def build(teacher: str, text: str, folder: str) -> dict:
+    """A cache built on torch_xla's device, and the phases whose graphs were compiled."""
+    from qat_lora.cli import commands
+
+    made: list[Runtime] = []
+    commands.runtime_for = lambda *place, **words: made.append(runtime_for(*place, **words)) or made[-1]
+    place = PlaceConfig(device="tpu", dtype="fp32")
+    run = cache_run(Path(teacher), Path(text), Path(folder), top_k=16, logprob_dtype="float32", place=place)
+    commands.cache(run)
+    return {"graphs": [graph.phase for graph in made[0].compilations()], "device": str(made[0].device)}
+
+
+def padded(cache: str, student: str, folder: str) -> dict:
+    """QAT of a few steps, and an evaluation, of a student with fewer ids than the teacher of the cache."""
+    import torch
+
+    from qat_lora import models
+    from qat_lora.evaluate import measure, placed, whole_windows
+
+    runtime = runtime_for(PlaceConfig(device="tpu", dtype="fp32"))
+    trained = run_qat(qat_run(Path(cache), Path(folder), model=student), runtime).state
+    smaller, teacher = (placed(models.load(name).model, runtime) for name in (student, load_manifest(cache).teacher))
+    windows = whole_windows(torch.arange(96).reshape(4, 24), torch.full((4,), 24))
+    scores = measure(smaller, teacher, windows, batch_size=2, runtime=runtime)
+    return {"kl": [trained.first_kl, trained.last_kl], "scores": [scores.kl, scores.top1, scores.perplexity]}
 
 
 def training_hlo(folder: str) -> dict:

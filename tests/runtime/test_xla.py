@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from qat_lora import models
 from qat_lora.cli import commands
+from qat_lora.kd import KDCacheDataset
 from qat_lora.runtime import LocalRuntime
 from qat_lora.train.run import run_qat, run_recovery
 from tests.conftest import cache_run, qat_run
@@ -111,6 +113,37 @@ def test_no_tensor_of_rows_by_positions_by_vocabulary_is_in_the_training_graph(t
     assert found["chunk"], "the watch does not see the logits of a chunk"
     assert found["large"] == []
     assert found["whiles"] >= 1
+
+
+def test_a_cache_built_there_is_the_one_built_on_the_cpu(tmp_path, tail_cache, teacher_dir, text_file) -> None:
+    """The same candidates, and numbers equal to float32's rounding; one graph for all batches of all shards."""
+    found = run_program("build", teacher_dir, text_file, tmp_path / "c")
+    assert found["device"].startswith("xla") and found["graphs"].count("cache") == 1
+    here, there = KDCacheDataset(tail_cache), KDCacheDataset(tmp_path / "c")
+    assert here.manifest.identity() == there.manifest.identity()
+    assert len(here) > 3 * here.manifest.rows_per_shard
+    for ours, theirs in zip(here, there, strict=True):
+        length = int(ours["length"])
+        assert length == theirs["length"] and torch.equal(ours["input_ids"], theirs["input_ids"])
+        assert torch.equal(ours["topk_ids"][:length], theirs["topk_ids"][:length])
+        for name in ("topk_logprobs", "lse", "tail"):
+            torch.testing.assert_close(theirs[name][:length], ours[name][:length], rtol=1e-5, atol=2e-5)
+
+
+def test_a_student_with_fewer_ids_than_the_teacher(tmp_path, tail_cache, teacher_dir) -> None:
+    loaded = models.load(str(teacher_dir))
+    loaded.model.resize_token_embeddings(104)
+    models.save_pretrained(loaded.model, loaded.tokenizer, tmp_path / "student")
+    found = run_program("padded", tail_cache, tmp_path / "student", tmp_path / "there")
+    here = run_qat(qat_run(tail_cache, tmp_path / "here", model=str(tmp_path / "student")), LocalRuntime("cpu")).state
+    assert found["kl"] == pytest.approx([here.first_kl, here.last_kl], rel=1e-3)
+    kl, top1, perplexity = found["scores"]
+    assert abs(kl) < 1e-6 and top1 == 1.0, "the same weights"
+    ids_BT = torch.arange(96).reshape(4, 24)
+    with torch.no_grad():
+        logits = loaded.model(input_ids=ids_BT).logits[:, :-1].flatten(0, 1)
+    nll = torch.nn.functional.cross_entropy(logits, ids_BT[:, 1:].flatten())
+    assert perplexity == pytest.approx(nll.exp().item(), rel=1e-4)
 
 
 def test_compiled_programs_are_kept_where_the_environment_says(tmp_path, tail_cache, student) -> None:
