@@ -57,8 +57,8 @@ class ConvertRun:
     temperatures: tuple[float, ...] = setting(
         (), "temperatures to serve, of those that are there; older layout: any; none: those that are there, or 1.0"
     )
-    logprob_dtype: Literal["same", "float16", "float32"] = setting(
-        "same", "how log-probabilities are stored, no finer than they are; same: as they are, older layout: float16"
+    logprob_bits: int = setting(
+        0, "of a candidate's log-probability, no more than there are; 0: as they are, older layout: 5"
     )
     rows_per_shard: int = setting(0, "rows per shard file; 0: as they are, older layout: about 64 MB")
     tail: StoredTail = setting(
@@ -69,7 +69,7 @@ class ConvertRun:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        for name in ("top_k", "rows_per_shard"):
+        for name in ("top_k", "logprob_bits", "rows_per_shard"):
             check_range(self, name, at_least=0)
         if any(not 0 < t < math.inf for t in self.temperatures):
             raise ConfigError(f"temperatures must be positive, but temperatures={self.temperatures}; use 1.0.")

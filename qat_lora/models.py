@@ -100,7 +100,7 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, placement: Placement 
     else:
         model = placement.loaded(functools.partial(_load_model, folder, placement.dtype))
         weights += f":{placement.quantization}" if placement.quantization else ""
-    size = max(tokenizer.get_vocab().values(), default=-1) + 1
+    size = tokenizer_size(tokenizer)
     identity = Identity(name, weights, tokenizer_digest(tokenizer), model.config.get_text_config().vocab_size, size)
     return Loaded(model.eval().requires_grad_(False), tokenizer, identity, _stored_bits(folder))
 
@@ -115,7 +115,13 @@ def identify(name: str) -> Identity:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except _UNREADABLE as error:
         raise ModelError(f"no config.json can be read in {folder} ({_first_line(error)}); add the model's.") from None
-    return Identity(name, weights_digest(folder), tokenizer_digest(tokenizer), config.vocab_size)
+    size = tokenizer_size(tokenizer)
+    return Identity(name, weights_digest(folder), tokenizer_digest(tokenizer), config.vocab_size, size)
+
+
+def tokenizer_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The greatest id that a tokenizer can give, plus 1."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -84,8 +84,8 @@ def _convert(args: argparse.Namespace) -> None:
     from qat_lora.kd import convert, convert_older, is_older
 
     run: Any = run_from(args, ConvertRun)
-    settings: dict[str, Any] = {name: getattr(run, name) for name in ("top_k", "temperatures", "rows_per_shard")} | {
-        "logprob_dtype": "" if run.logprob_dtype == "same" else run.logprob_dtype
+    settings: dict[str, Any] = {
+        name: getattr(run, name) for name in ("top_k", "temperatures", "logprob_bits", "rows_per_shard")
     }
     with counted("convert") as progress:
         if not is_older(args.directory):

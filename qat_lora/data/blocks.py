@@ -65,7 +65,7 @@ class Blocks(NamedTuple):
         for x in (self.input_ids_RT, self.lengths_R):
             digest.update(np.ascontiguousarray(x.numpy(), dtype="<i4").tobytes())
         if self.starts_RT is not None:
-            digest.update(np.packbits(self.starts_RT.numpy(), bitorder="little").tobytes())
+            digest.update(np.packbits(self.starts_RT.numpy(), axis=1, bitorder="little").tobytes())
         return digest.hexdigest()
 
 

@@ -21,16 +21,25 @@ from qat_lora.kd.gaps import from_gaps, to_gaps
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
+AS_STORED = ("levels", "largest_gap")  # what `decoded` adds to the fields
+
+
 def encoded(manifest: CacheManifest, fields: Arrays) -> dict[str, Array]:
-    """The tensors of a shard, those of `manifest.tensors` and its streams, for the fields of some rows."""
+    """The tensors of a shard, those of `manifest.tensors` and its streams, for the fields of some rows.
+
+    Log-probabilities that come with what `decoded` had them from are stored as they were, bit for bit.
+    """
     found = dict(fields)
     if manifest.packing == "documents":
         found["starts"] = pack(fields["starts"], 1)
     if manifest.store == "topk":
         found["topk_ids"] = pack(_in_rows(fields["topk_ids"]), manifest.id_bits)
         if manifest.logprob_bits in GRID_BITS:
-            codes, found["largest_gap"] = to_gaps(fields["topk_logprobs"], manifest.logprob_bits)
-            found["topk_logprobs"] = pack(_in_rows(codes), manifest.logprob_bits)
+            if "levels" in found:
+                levels = found.pop("levels")
+            else:
+                levels, found["largest_gap"] = to_gaps(fields["topk_logprobs"], manifest.logprob_bits)
+            found["topk_logprobs"] = pack(_in_rows(levels), manifest.logprob_bits)
     elif manifest.store == "sampled":
         ids_RTN = _blank_padding(fields["draw_ids"], fields["lengths"])
         found["draw_runs"], rows = to_runs(ids_RTN, manifest.id_bits)
@@ -44,7 +53,10 @@ def encoded(manifest: CacheManifest, fields: Arrays) -> dict[str, Array]:
 
 
 def decoded(manifest: CacheManifest, tensors: Arrays) -> dict[str, Array]:
-    """The fields that `encoded` was given; of `streams` [R, P] each row's bytes, filled up to the longest row's."""
+    """The fields that `encoded` was given; of `streams` [R, P] each row's bytes, filled up to the longest row's.
+
+    Where log-probabilities lie on a grid, with their ``levels`` uint8 [R, T, K - 1] and ``largest_gap`` [R, T].
+    """
     found = {name: x for name, x in tensors.items() if name in manifest.fields(1)}
     rows, length = found["input_ids"].shape
     if manifest.packing == "documents":
@@ -54,6 +66,8 @@ def decoded(manifest: CacheManifest, tensors: Arrays) -> dict[str, Array]:
         ids_RX = unpack(tensors["topk_ids"], manifest.id_bits, count).astype(np.int64)
         found["topk_ids"] = ids_RX.reshape(rows, length, -1)
         found["topk_logprobs"] = decoded_logprobs(manifest, tensors)
+        if manifest.logprob_bits in GRID_BITS:
+            found |= {"levels": _levels(manifest, tensors), "largest_gap": tensors["largest_gap"]}
     elif manifest.store == "sampled":
         run_RX = runs_of(tensors["draw_runs"], length, manifest.samples)
         ids_RX = from_runs(run_RX, tensors["draw_ids"], manifest.id_bits)
@@ -67,12 +81,16 @@ def decoded(manifest: CacheManifest, tensors: Arrays) -> dict[str, Array]:
 
 def decoded_logprobs(manifest: CacheManifest, tensors: Arrays) -> Array:
     """The log-probabilities [R, T, K] of candidates, from the tensors of some rows that have to do with them."""
-    stored, bits = tensors["topk_logprobs"], manifest.logprob_bits
+    bits = manifest.logprob_bits
     if bits not in GRID_BITS:
-        return stored
-    codes_RX = unpack(stored, bits, manifest.seq_len * (manifest.top_k - 1))
-    codes = codes_RX.reshape(len(stored), manifest.seq_len, manifest.top_k - 1)
-    return from_gaps(codes, tensors["largest_gap"], bits, tensors["tail"][..., 0])
+        return tensors["topk_logprobs"]
+    return from_gaps(_levels(manifest, tensors), tensors["largest_gap"], bits, tensors["tail"][..., 0])
+
+
+def _levels(manifest: CacheManifest, tensors: Arrays) -> Array:
+    stored, gaps = tensors["topk_logprobs"], manifest.top_k - 1
+    levels_RX = unpack(stored, manifest.logprob_bits, manifest.seq_len * gaps).astype(np.uint8)
+    return levels_RX.reshape(len(stored), manifest.seq_len, gaps)
 
 
 def _in_rows(x: Array) -> Array:

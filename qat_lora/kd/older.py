@@ -33,7 +33,7 @@ from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from qat_lora.kd.codec import Array
 from qat_lora.kd.format import CacheManifest
 from qat_lora.kd.operations import Narrowed, Progress, check_apart, narrower, write_rows
-from qat_lora.kd.rows import joined, rows_digest
+from qat_lora.kd.rows import Tokens, joined, rows_digest
 from qat_lora.kd.teacher import LEAST_LOGPROB
 
 META_NAME = "meta.json"
@@ -56,7 +56,7 @@ def convert_older(
     estimate_tail: bool = True,
     top_k: int = 0,
     temperatures: tuple[float, ...] = (),
-    logprob_dtype: str = "",
+    logprob_bits: int = 0,
     rows_per_shard: int = 0,
     progress: Progress | None = None,
 ) -> CacheManifest:
@@ -82,10 +82,10 @@ def convert_older(
         source=rows.described(),
         source_digest=rows_digest(rows, rows.seq_len),
         temperatures=tuple(rows.temperatures),
-        logprob_dtype="float32",
+        logprob_bits=32,
         normalizer=rows.normalizer,
     )
-    wanted = narrower(was, folder, top_k=top_k, logprob_dtype=logprob_dtype or "float16")
+    wanted = narrower(was, folder, top_k=top_k, logprob_bits=logprob_bits or 5)
     wanted = dataclasses.replace(wanted, rows_per_shard=rows_per_shard)  # 0: what fits a shard, once it is narrow
     return write_rows(Narrowed(rows, was, wanted), wanted, output, progress)
 
@@ -169,11 +169,12 @@ class OlderRows:
             first += count
         return joined(pieces)
 
-    def tokens(self) -> Iterator[tuple[Array, Array]]:
+    def tokens(self) -> Iterator[Tokens]:
         """See `kd.rows.Rows`."""
         for path in self._paths:
             older = _load(path)
-            yield older["input_ids"][:, : self.seq_len].astype(np.int32), _lengths(path, older, self.seq_len)
+            ids_rT = older["input_ids"][:, : self.seq_len].astype(np.int32)
+            yield {"input_ids": ids_rT, "lengths": _lengths(path, older, self.seq_len)}
 
     def _choose(self, estimate_tail: bool) -> None:
         """Decide, once the sizes are known, whether the log-sum-exp is estimated."""

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from qat_lora.errors import CacheMismatch, ConfigError
-from qat_lora.kd.codec import Array
+from qat_lora.kd.codec import AS_STORED, Array
 from qat_lora.kd.format import CacheManifest
 from qat_lora.kd.parts import Part, load_manifest
-from qat_lora.kd.rows import JoinedRows, Rows, SomeRows, StoredRows, rows_digest
+from qat_lora.kd.rows import JoinedRows, Rows, SomeRows, StoredRows, Tokens, rows_digest
 from qat_lora.kd.writer import CacheWriter
 
 Progress = Callable[[int, int], None]  # shards written, shards in all
@@ -117,7 +117,7 @@ def convert(
     *,
     top_k: int = 0,
     temperatures: Sequence[float] = (),
-    logprob_dtype: str = "",
+    logprob_bits: int = 0,
     rows_per_shard: int = 0,
     progress: Progress | None = None,
 ) -> CacheManifest:
@@ -125,7 +125,7 @@ def convert(
     source = StoredRows([folder])
     check_apart([folder], output)
     was = source.manifest
-    manifest = narrower(was, folder, top_k=top_k, temperatures=temperatures, logprob_dtype=logprob_dtype)
+    manifest = narrower(was, folder, top_k=top_k, temperatures=temperatures, logprob_bits=logprob_bits)
     manifest = dataclasses.replace(manifest, rows_per_shard=rows_per_shard or was.rows_per_shard)
     return write_rows(Narrowed(source, was, manifest), manifest, output, progress)
 
@@ -141,12 +141,12 @@ def write_rows(rows: Rows, manifest: CacheManifest, output: Path, progress: Prog
 
 
 def narrower(
-    was: CacheManifest, folder: Path, *, top_k: int = 0, temperatures: Sequence[float] = (), logprob_dtype: str = ""
+    was: CacheManifest, folder: Path, *, top_k: int = 0, temperatures: Sequence[float] = (), logprob_bits: int = 0
 ) -> CacheManifest:
     """Return the manifest of a cache with less; ConfigError where more is asked for than is there."""
-    if was.store != "topk" and (top_k or temperatures or logprob_dtype):
+    if was.store != "topk" and (top_k or temperatures or logprob_bits):
         raise ConfigError(
-            f"{str(folder)!r} has store={was.store!r}, of which top_k, temperatures and logprob_dtype cannot be "
+            f"{str(folder)!r} has store={was.store!r}, of which top_k, temperatures and logprob_bits cannot be "
             "changed; leave these out, or build a cache with them."
         )
     if top_k > was.top_k:
@@ -158,12 +158,12 @@ def narrower(
             f"{str(folder)!r} serves temperatures {list(was.temperatures)}, but temperatures={list(temperatures)}; "
             f"leave out {lacking[0]}, or build a cache with it."
         )
-    if logprob_dtype and np.dtype(logprob_dtype).itemsize > np.dtype(was.logprob_dtype).itemsize:
+    if logprob_bits > was.logprob_bits:
         raise ConfigError(
-            f"{str(folder)!r} stores log-probabilities in {was.logprob_dtype}, but logprob_dtype={logprob_dtype!r}, "
-            "which would not bring back the digits; leave --logprob-dtype out."
+            f"{str(folder)!r} stores log-probabilities in {was.logprob_bits} bits, but logprob_bits={logprob_bits}, "
+            "which would not bring back the digits; leave --logprob-bits out."
         )
-    changes = {"top_k": top_k, "temperatures": tuple(temperatures), "logprob_dtype": logprob_dtype}
+    changes = {"top_k": top_k, "temperatures": tuple(temperatures), "logprob_bits": logprob_bits}
     return dataclasses.replace(
         was,
         shards=(),
@@ -173,7 +173,7 @@ def narrower(
 
 
 class Narrowed:
-    """Rows of a top-k cache with fewer candidates or temperatures, or shorter floats."""
+    """Rows of a top-k cache with fewer candidates or temperatures, or log-probabilities in fewer bits."""
 
     def __init__(self, source: Rows, was: CacheManifest, wanted: CacheManifest) -> None:
         """Take the rows, and the manifests that they follow and shall follow."""
@@ -193,15 +193,20 @@ class Narrowed:
         lse_RTn, tail_RTn = fields["lse"], fields["tail"]
         if k < self._was.top_k:
             tail_RTn = tail_RTn + self._dropped(fields, k)
+        if self._wanted.logprob_bits != self._was.logprob_bits:
+            fields = {name: x for name, x in fields.items() if name not in AS_STORED}
+        elif "levels" in fields:
+            fields["levels"] = fields["levels"][..., : k - 1]
+        dtype = self._wanted.fields(1)["topk_logprobs"][1]
         return {
             **fields,
             "topk_ids": fields["topk_ids"][..., :k],
-            "topk_logprobs": fields["topk_logprobs"][..., :k].astype(self._wanted.logprob_dtype),
+            "topk_logprobs": fields["topk_logprobs"][..., :k].astype(dtype),
             "lse": lse_RTn[..., places],
             "tail": tail_RTn[..., places],
         }
 
-    def tokens(self) -> Iterator[tuple[Array, Array]]:
+    def tokens(self) -> Iterator[Tokens]:
         """Yield the source's."""
         return self._source.tokens()
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
-from qat_lora.kd.codec import decoded
+from qat_lora.kd.codec import AS_STORED, decoded
 from qat_lora.kd.documents import document_positions
 from qat_lora.kd.format import CacheManifest
 from qat_lora.kd.parts import load_manifest, what_is_missing
@@ -234,6 +234,7 @@ class KDCacheDataset(Dataset[Batch]):
 
     def _read(self, rows: np.ndarray[Any, Any]) -> Batch:
         arrays = decoded(self.manifest, self._source.read(rows))
+        arrays = {name: x for name, x in arrays.items() if name not in AS_STORED}
         arrays["length"] = arrays.pop("lengths")
         self._check_ids("input_ids", arrays["input_ids"], rows, self.vocab_size)
         for name in arrays.keys() & {"topk_ids", "draw_ids"}:

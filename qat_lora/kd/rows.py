@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from safetensors.numpy import load as from_safetensors
@@ -21,6 +21,9 @@ from qat_lora.kd.codec import Array, decoded
 from qat_lora.kd.format import CacheManifest
 from qat_lora.kd.parts import load_manifest, records_in, united
 from qat_lora.kd.soundness import damaged, shard_fault
+
+TOKENS = ("input_ids", "lengths", "starts")  # starts, where there are any, as a shard has them: a bit each
+Tokens: TypeAlias = "dict[str, Array]"
 
 
 class Rows(Protocol):
@@ -33,8 +36,8 @@ class Rows(Protocol):
     def fields(self, rows: range) -> dict[str, Array]:
         """Return the fields ``[len(rows), ...]`` of these rows, a range that is not empty."""
 
-    def tokens(self) -> Iterator[tuple[Array, Array]]:
-        """Yield all rows' input ids ``[r, T]`` and lengths ``[r]``, some rows at a time."""
+    def tokens(self) -> Iterator[Tokens]:
+        """Yield what was tokenised of all rows, some rows at a time."""
 
 
 class StoredRows:
@@ -81,11 +84,11 @@ class StoredRows:
             pieces.append({name: x[inside] for name, x in self._last[1].items()})
         return joined(pieces)
 
-    def tokens(self) -> Iterator[tuple[Array, Array]]:
+    def tokens(self) -> Iterator[Tokens]:
         """See `Rows`."""
         for index in range(self.manifest.shard_count):
             tensors = self._load(index)
-            yield tensors["input_ids"], tensors["lengths"]
+            yield {name: tensors[name] for name in TOKENS if name in tensors}
 
     def _load(self, index: int) -> dict[str, Array]:
         path, recorded = self.path(index), self.manifest.shards[index].sha256
@@ -122,7 +125,7 @@ class JoinedRows:
             first += source.count
         return joined(pieces)
 
-    def tokens(self) -> Iterator[tuple[Array, Array]]:
+    def tokens(self) -> Iterator[Tokens]:
         """See `Rows`."""
         for source in self._sources:
             yield from source.tokens()
@@ -144,14 +147,14 @@ class SomeRows:
         """See `Rows`."""
         return self._source.fields(range(self._chosen[rows.start], self._chosen[rows.stop - 1] + 1))
 
-    def tokens(self) -> Iterator[tuple[Array, Array]]:
+    def tokens(self) -> Iterator[Tokens]:
         """See `Rows`."""
         first = 0
-        for ids_rT, lengths_r in self._source.tokens():
+        for tokens in self._source.tokens():
             inside = slice(max(self._chosen.start - first, 0), max(self._chosen.stop - first, 0))
-            if len(lengths_r[inside]):
-                yield ids_rT[inside], lengths_r[inside]
-            first += len(lengths_r)
+            if len(tokens["lengths"][inside]):
+                yield {name: x[inside] for name, x in tokens.items()}
+            first += len(tokens["lengths"])
 
 
 def joined(pieces: Sequence[dict[str, Array]]) -> dict[str, Array]:
@@ -162,14 +165,17 @@ def joined(pieces: Sequence[dict[str, Array]]) -> dict[str, Array]:
 
 
 def rows_digest(rows: Rows, seq_len: int) -> str:
-    """The source_digest of rows: sha256 of shape, ids and lengths, that which a build from these rows would record.
+    """The source_digest of rows: sha256 of shape, ids, lengths and starts, that which a build from these would record.
 
-    Reads all rows; what stays in memory of a row is its length.
+    Reads all rows; what stays in memory of a row is its length and where its documents start.
     """
     digest = hashlib.sha256(repr((rows.count, seq_len)).encode())
-    lengths = []
-    for ids_rT, lengths_r in rows.tokens():
-        digest.update(np.ascontiguousarray(ids_rT, dtype="<i4").tobytes())
-        lengths.append(np.array(lengths_r, dtype="<i4"))
-    digest.update(np.concatenate(lengths).tobytes())
+    rest: dict[str, list[Array]] = {}
+    for tokens in rows.tokens():
+        digest.update(np.ascontiguousarray(tokens["input_ids"], dtype="<i4").tobytes())
+        for name in TOKENS[1:]:
+            if name in tokens:
+                rest.setdefault(name, []).append(np.array(tokens[name], dtype="<i4" if name == "lengths" else "u1"))
+    for parts in rest.values():
+        digest.update(np.concatenate(parts).tobytes())
     return digest.hexdigest()

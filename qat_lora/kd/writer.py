@@ -20,7 +20,7 @@ from safetensors.numpy import save as to_safetensors
 
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError, DiskFull
 from qat_lora.files import check_writable, write_atomically
-from qat_lora.kd.codec import encoded
+from qat_lora.kd.codec import AS_STORED, encoded
 from qat_lora.kd.format import (
     MANIFEST_NAME,
     SHARD_KEY,
@@ -252,7 +252,7 @@ def _megabytes(size: int) -> str:
 
 def _check_fields(manifest: CacheManifest, rows: int, fields: Arrays) -> None:
     wanted = manifest.fields(rows)
-    if set(fields) != set(wanted):
+    if set(fields) - set(AS_STORED) != set(wanted):
         raise ValueError(f"a shard needs the fields {sorted(wanted)}, got {sorted(fields)}")
     for name, (shape, dtype) in wanted.items():
         if fields[name].shape != shape or fields[name].dtype != dtype:

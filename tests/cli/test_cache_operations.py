@@ -103,7 +103,7 @@ def test_a_cache_is_converted_and_trained_on(cache, tmp_path, said, qat) -> None
     smaller = ("cache", "convert", cache, "--top-k", 4, "--rows-per-shard", 7, "--output", tmp_path / "d", "--quiet")
     assert said(*smaller)[0] == 0
     manifest = load_manifest(tmp_path / "d")
-    assert (manifest.top_k, manifest.shard_count, manifest.logprob_dtype) == (4, 6, "float16")
+    assert (manifest.top_k, manifest.shard_count, manifest.logprob_bits) == (4, 6, 5)
     assert qat(tmp_path / "d")[0] == 0
     refused(said("cache", "convert", cache, "--top-k", 9), "8 candidates", "top_k=9")
     refused(said("cache", "convert", cache, "--teacher", "embedded"), "--teacher", "older layout", cache)

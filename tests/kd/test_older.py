@@ -73,7 +73,7 @@ def test_with_all_of_the_vocabulary_it_is_what_a_build_stores(tmp_path, dropped_
     assert np.array_equal(fields["topk_ids"].reshape(-1, V), wanted["topk_ids"].numpy())
     for name in ("topk_logprobs", "lse", "tail"):
         np.testing.assert_allclose(fields[name].reshape(wanted[name].shape), wanted[name].numpy(), atol=2e-6)
-    convert_older(tmp_path / "o", tmp_path / "c", logprob_dtype="float32", **TEACHER)
+    convert_older(tmp_path / "o", tmp_path / "c", logprob_bits=32, **TEACHER)
     assert load_manifest(tmp_path / "c").normalizer == "exact"
 
 
@@ -170,7 +170,7 @@ def test_a_converted_cache_is_a_cache_and_says_what_it_is(older, tmp_path):
     assert is_older(older)
     made_of = convert_older(older, tmp_path / "c", temperatures=(2.0,), rows_per_shard=3, **TEACHER)
     assert (made_of.rows, made_of.seq_len, made_of.top_k, made_of.shard_count) == (7, L - 1, K, 3)
-    assert made_of.normalizer == "estimated" and made_of.logprob_dtype == "float16"
+    assert made_of.normalizer == "estimated" and made_of.logprob_bits == 5
     error = OlderRows(older, V).standard_error
     assert made_of.source == (
         "some/text:train (converted from the older layout: log-sum-exp estimated from 12 uniform ids per position, "
@@ -187,8 +187,8 @@ def test_a_converted_cache_is_a_cache_and_says_what_it_is(older, tmp_path):
 
 
 def test_fewer_candidates_leave_the_normaliser_and_fill_the_tail(older, tmp_path):
-    convert_older(older, tmp_path / "all", logprob_dtype="float32", **TEACHER)
-    convert_older(older, tmp_path / "two", top_k=2, logprob_dtype="float32", **TEACHER)
+    convert_older(older, tmp_path / "all", logprob_bits=32, **TEACHER)
+    convert_older(older, tmp_path / "two", top_k=2, logprob_bits=32, **TEACHER)
     every, two = (next(iter(KDCacheDataset(tmp_path / name).eval_batches(7))) for name in ("all", "two"))
     assert torch.equal(two["lse"], every["lse"])
     torch.testing.assert_close(

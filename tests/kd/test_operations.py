@@ -236,17 +236,17 @@ def test_fewer_candidates_are_those_of_a_build_up_to_rounding(tmp_path, whole):
 
 def test_one_temperature_and_shorter_floats_are_those_of_a_build_bit_for_bit(tmp_path, whole):
     build(tmp_path / "three", rows=ROWS, temperatures=(1.0, 2.0, 4.0))
-    convert(tmp_path / "three", tmp_path / "c", temperatures=(1.0, 4.0), logprob_dtype="float16")
-    build(tmp_path / "built", rows=ROWS, temperatures=(1.0, 4.0), logprob_dtype="float16")
+    convert(tmp_path / "three", tmp_path / "c", temperatures=(1.0, 4.0), logprob_bits=16)
+    build(tmp_path / "built", rows=ROWS, temperatures=(1.0, 4.0), logprob_bits=16)
     assert contents(tmp_path / "c") == contents(tmp_path / "built")
 
 
 def test_what_a_cache_does_not_have_is_not_made_up(tmp_path, whole):
-    build(tmp_path / "short", rows=ROWS, logprob_dtype="float16")
+    build(tmp_path / "short", rows=ROWS, logprob_bits=16)
     for folder, changes, words in (
         (whole, {"top_k": 5}, "stores 4 candidates, but top_k=5"),
         (whole, {"temperatures": (1.0, 3.0)}, r"serves temperatures \[1.0, 2.0\].*leave out 3.0"),
-        (tmp_path / "short", {"logprob_dtype": "float32"}, "in float16, but logprob_dtype='float32'"),
+        (tmp_path / "short", {"logprob_bits": 32}, "in 16 bits, but logprob_bits=32"),
     ):
         with pytest.raises(ConfigError, match=words):
             convert(folder, tmp_path / "c", **changes)

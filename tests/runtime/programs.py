@@ -127,7 +127,7 @@ def build(teacher: str, text: str, folder: str) -> dict:
     made: list[Runtime] = []
     commands.runtime_for = lambda *place, **words: made.append(runtime_for(*place, **words)) or made[-1]
     place = PlaceConfig(device="tpu", dtype="fp32")
-    run = cache_run(Path(teacher), Path(text), Path(folder), top_k=16, logprob_dtype="float32", place=place)
+    run = cache_run(Path(teacher), Path(text), Path(folder), top_k=16, logprob_bits=32, place=place)
     commands.cache(run)
     return {"graphs": [graph.phase for graph in made[0].compilations()], "device": str(made[0].device)}
 

@@ -38,7 +38,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "recomputed": {"gradient_checkpointing": "on"},
     "scanned": {"scan_layers": True},
 }
-CACHE = {"top_k": 16, "logprob_dtype": "float32", "packing": "documents"}
+CACHE = {"top_k": 16, "logprob_bits": 32, "packing": "documents"}
 
 
 def settings(cache: Path, output: Path, student: Path, *, rows: int = 4, **execution: Any) -> RecoveryRun:
