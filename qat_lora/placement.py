@@ -35,7 +35,7 @@ class Placement:
     Attributes:
         device: the runtime's; without `spread` all weights lie there.
         dtype: of the weights, and of the products of 4bit.
-        spread: accelerate fills the devices one after the other, then the host's memory, then leaves the rest on disk.
+        spread: accelerate shares the layers out over the GPUs, then the host's memory, and leaves the rest on disk.
         max_memory: bytes by device, a GPU's number or "cpu" or "mps", that `spread` may take; empty: what is free.
         quantization: of the Linears but the head, by bitsandbytes. 8bit multiplies in float16 whatever `dtype` is; 4bit
             is NF4 with a scale per 64 weights.
@@ -48,9 +48,17 @@ class Placement:
     quantization: Quantization = ""
 
     def check(self, folder: Path) -> None:
-        """Raise ModelError or DeviceError where the model in a folder cannot be quantised so, before it is read."""
-        if not self.quantization:
-            return
+        """Raise an error where the device is none for this, or the model in a folder, before it is read."""
+        if absent := [place for place in self.max_memory if place not in self._free_memory()]:
+            there = ", ".join(map(str, self._free_memory()))
+            raise ConfigError(
+                f"max_memory names {absent[0]}, but --device {self.device.type} has {there}; bound these, or use "
+                "another --device."
+            )
+        if self.quantization:
+            self._check_quantization(folder)
+
+    def _check_quantization(self, folder: Path) -> None:
         if _is_quantized(folder):
             raise ModelError(
                 f"{folder} holds weights that are quantised already (its config.json has a quantization_config), so "
@@ -74,8 +82,9 @@ class Placement:
         words: dict[str, Any] = {"device_map": {"": self.device}}
         if self.spread:
             words = {"device_map": "auto", "offload_folder": scratch}
-            if memory := dict(self.max_memory) or self._host_memory():
-                words["max_memory"] = memory
+            # without it `auto` takes all GPUs, which were not asked for on a CPU, and with it no place that it lacks
+            if self.max_memory or self.device.type == "cpu":
+                words["max_memory"] = self._free_memory() | dict(self.max_memory)
         if self.quantization:
             words["quantization_config"] = {"quant_method": "bitsandbytes", **self._bitsandbytes_words()}
         return words
@@ -86,13 +95,12 @@ class Placement:
         compute = str(self.dtype).removeprefix("torch.")
         return {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": compute}
 
-    def _host_memory(self) -> dict[int | str, int]:
-        """On a CPU the host's memory, most of what is free, since `auto` would take GPUs; else nothing."""
-        if self.device.type != "cpu":
-            return {}
+    def _free_memory(self) -> dict[int | str, int]:
+        """Most of what is free at each place that may be taken: the host alone where it is the device."""
         from accelerate.utils import get_max_memory
 
-        return {"cpu": int(0.9 * get_max_memory()["cpu"])}
+        on_host = self.device.type == "cpu"
+        return {place: int(0.9 * size) for place, size in get_max_memory().items() if place == "cpu" or not on_host}
 
 
 def memory_bytes(max_memory: Sequence[str]) -> dict[int | str, int]:

@@ -1,7 +1,7 @@
 """Teachers that are loaded straight to where they run: on disk by accelerate's hooks, or quantised by bitsandbytes.
 
-What needs a GPU is not run here: that several of them, or one and the host, are filled in turn is accelerate's own. The
-disk is, by a bound on the host's memory, and with it all that our forward must do about hooks and absent weights.
+What needs a GPU is not run: that layers are shared out over several, or over one and the host, is accelerate's own.
+The disk is, by a bound on the host's memory, and with it all that our forward must do about hooks and absent weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from qat_lora import models
 from qat_lora.cli import commands
 from qat_lora.config import CacheRun
-from qat_lora.errors import CacheMismatch, ConfigError, DeviceError, ModelError
+from qat_lora.errors import CacheMismatch, CheckpointError, ConfigError, DeviceError, ModelError
 from qat_lora.kd import CacheManifest, load_manifest
 from qat_lora.placement import Placement, memory_bytes, places_of
 from qat_lora.runtime import LocalRuntime
@@ -31,15 +31,18 @@ ON_CPU = Placement(torch.device("cpu"), torch.float32)
 
 @pytest.fixture(scope="module")
 def untied_dir(tmp_path_factory, teacher_dir) -> Path:
-    """The tiny teacher with a head of its own."""
+    """The tiny teacher with a head of its own, stored in bf16, which the CPU does not compute in."""
     folder = tmp_path_factory.mktemp("untied")
     loaded = models.load(str(teacher_dir))
     model, config = loaded.model, loaded.model.config
     config.tie_word_embeddings = False
     head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
     model.lm_head = head.requires_grad_(False)
-    models.save_pretrained(model, loaded.tokenizer, folder)
-    assert not torch.equal(models.load(str(folder)).model.lm_head.weight, model.model.embed_tokens.weight)
+    models.save_pretrained(model.to(torch.bfloat16), loaded.tokenizer, folder)
+    found = models.load(str(folder))
+    assert found.stored_bits == 16 and not torch.equal(
+        found.model.lm_head.weight, found.model.model.embed_tokens.weight
+    )
     return folder
 
 
@@ -112,15 +115,24 @@ def test_what_transformers_is_told() -> None:
     assert words_of(dataclasses.replace(gpu, spread=True)) == {"device_map": "auto"}
     bounded = dataclasses.replace(gpu, spread=True, max_memory=memory_bytes(["0=1.5GiB", "1=20GB", "cpu=3MB"]))
     assert words_of(bounded) == {"device_map": "auto", "max_memory": {0: 1610612736, 1: 20 * 10**9, "cpu": 3 * 10**6}}
-    host = words_of(dataclasses.replace(ON_CPU, spread=True))
-    assert host["device_map"] == "auto" and list(host["max_memory"]) == ["cpu"], "GPUs were not asked for"
-    assert 0 < host["max_memory"]["cpu"] < 2**50
     assert words_of(dataclasses.replace(gpu, quantization="4bit"))["quantization_config"] == {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_compute_dtype": "float32",
     }
+
+
+def test_the_places_that_a_bound_does_not_name_are_free_too(monkeypatch) -> None:
+    monkeypatch.setattr("accelerate.utils.get_max_memory", lambda: {0: 100, 1: 200, "cpu": 1000})
+    gpu = dataclasses.replace(ON_CPU, device=torch.device("cuda"), spread=True, max_memory={1: 10})
+    assert words_of(gpu)["max_memory"] == {0: 90, 1: 10, "cpu": 900}
+    assert words_of(dataclasses.replace(ON_CPU, spread=True))["max_memory"] == {"cpu": 900}, "GPUs were not asked for"
+    gpu.check(Path())
+    for device, place in (("cuda", 2), ("cpu", 0)):
+        wrong = dataclasses.replace(gpu, device=torch.device(device), max_memory={place: 10})
+        with pytest.raises(ConfigError, match=f"max_memory names {place}, but --device {device} has "):
+            wrong.check(Path())
 
 
 @pytest.mark.parametrize("word", ["20GiB", "0=20", "0=20GiB;cpu=1GiB", "tpu=1GiB", "0=-1GiB"])
@@ -227,6 +239,9 @@ def check_that_quantisation_is_part_of_the_teacher(tmp_path: Path, teacher: Path
         )
     result = run_qat(qat_run(tmp_path / "8bit", tmp_path / "run", loop={"max_steps": 2}), LocalRuntime("cpu"))
     assert result.state.step == 2
+    other = qat_run(tmp_path / "4bit", tmp_path / "run", loop={"max_steps": 4})
+    with pytest.raises(CheckpointError, match="trained on a cache with teacher_digest=.*:8bit, this one has .*:4bit"):
+        run_qat(other, LocalRuntime("cpu"), launch="resume")
 
 
 def test_quantisation_is_part_of_the_teacher(tmp_path, teacher_dir, text_file, rounded_teachers) -> None:

@@ -191,10 +191,7 @@ class CacheManifest:
 
     def shard_tag(self, index: int) -> str:
         """What a shard file says of itself, so that a file of another cache is known at once."""
-        identity = self.identity()
-        if self.packing == "stream":  # the shards of caches that knew no other have tags without it
-            del identity["packing"]
-        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
         return f"{digest}:{index}"
 
     @property

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 
 import numpy as np
@@ -146,18 +144,6 @@ def test_another_packing_is_another_cache(tmp_path) -> None:
     assert len(tags) == 3
     with pytest.raises(ConfigError, match="packing='sorted' is unknown; choose one of stream, documents, pad"):
         manifest_of(packed_blocks(), packing="sorted")
-
-
-def test_a_stream_has_the_tags_that_it_had_before_there_were_other_packings(tmp_path) -> None:
-    manifest = manifest_of(blocks_of(3))
-    before = {name: value for name, value in manifest.identity().items() if name != "packing"}
-    digest = hashlib.sha256(json.dumps(before, sort_keys=True).encode()).hexdigest()
-    assert manifest.shard_tag(2) == f"{digest}:2"
-    manifest.save(tmp_path / "manifest.json")
-    plain = json.loads((tmp_path / "manifest.json").read_text())
-    assert plain.pop("packing") == "stream"
-    (tmp_path / "manifest.json").write_text(json.dumps(plain))
-    assert load_manifest(tmp_path) == manifest
 
 
 def test_the_last_token_of_a_document_has_no_label() -> None:
