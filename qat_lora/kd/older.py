@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from qat_lora.kd.rows import Tokens, joined, rows_digest
 from qat_lora.kd.teacher import LEAST_LOGPROB
 
 META_NAME = "meta.json"
-ROWS_AT_ONCE = 16  # of which the samples are looked up among the candidates
+ROWS_AT_ONCE = 16  # whose logits become float64, and whose samples are looked up among the candidates
 
 
 def is_older(folder: Path) -> bool:
@@ -110,11 +111,11 @@ class OlderRows:
         self._check_vocabulary()
         self._paths = _shards(folder)
         self._counts: list[int] = []
-        self._last: tuple[int, dict[str, Array]] = (-1, {})
         self.seq_len = self.top_k = self.samples = 0
         errors, positions = 0.0, 0
         self._estimate = True
         for index, path in enumerate(self._paths):
+            _check_whole(path)
             older = _load(path)
             sizes = _sizes(path, older)
             if index and sizes != (self.seq_len, self.top_k, self.samples):
@@ -128,10 +129,11 @@ class OlderRows:
             self._counts.append(len(older["input_ids"]))
             self._check_ids(path, older)
             lengths_N = _lengths(path, older, self.seq_len)
-            if self._estimate:
-                error_NT = self._fields(path, older)[1]
-                valid_NT = np.arange(self.seq_len) < lengths_N[:, None]
-                errors, positions = errors + float(error_NT[valid_NT].sum()), positions + int(valid_NT.sum())
+            valid_NT = np.arange(self.seq_len) < lengths_N[:, None]
+            for some in _slices(self._counts[-1]) if self._estimate else ():
+                error_NT = self._normalised(path, {name: x[some] for name, x in older.items()})[1]
+                errors += float(error_NT[valid_NT[some]].sum())
+            positions += int(valid_NT.sum())
         self.standard_error = errors / positions if positions else 0.0
 
     @property
@@ -162,10 +164,8 @@ class OlderRows:
         for index, count in enumerate(self._counts):
             inside = slice(max(rows.start - first, 0), max(min(rows.stop - first, count), 0))
             if inside.start < inside.stop:
-                if self._last[0] != index:
-                    self._last = (-1, {})  # one shard at a time
-                    self._last = (index, self._fields(self._paths[index], _load(self._paths[index]))[0])
-                pieces.append({name: x[inside] for name, x in self._last[1].items()})
+                older = _load(self._paths[index])  # mapped, so the rest of it takes no memory
+                pieces.append(self._fields(self._paths[index], {name: x[inside] for name, x in older.items()}))
             first += count
         return joined(pieces)
 
@@ -199,21 +199,20 @@ class OlderRows:
                 f"give the --teacher that it was built from (meta.json says {self.meta.get('teacher_model')!r})."
             )
 
-    def _fields(self, path: Path, older: dict[str, Array]) -> tuple[dict[str, Array], Array]:
-        """The fields of a shard, and the standard error of lse at T = 1 ``[N, T]``."""
-        count = len(older["input_ids"])
-        pieces, errors = [], []
-        for start in range(0, count, ROWS_AT_ONCE):
-            some = {name: x[start : start + ROWS_AT_ONCE] for name, x in older.items()}
-            fields, error = self._normalised(path, some)
-            pieces.append(fields)
-            errors.append(error)
-        fields = joined(pieces)
-        fields["input_ids"] = older["input_ids"][:, : self.seq_len].astype(np.int32)
-        fields["lengths"] = _lengths(path, older, self.seq_len)
-        return fields, np.concatenate(errors)
+    def _fields(self, path: Path, older: dict[str, Array]) -> dict[str, Array]:
+        """The fields of some rows of a shard."""
+        pieces = [
+            self._normalised(path, {name: x[some] for name, x in older.items()})[0]
+            for some in _slices(len(older["input_ids"]))
+        ]
+        return {
+            **joined(pieces),
+            "input_ids": older["input_ids"][:, : self.seq_len].astype(np.int32),
+            "lengths": _lengths(path, older, self.seq_len),
+        }
 
     def _normalised(self, path: Path, older: dict[str, Array]) -> tuple[dict[str, Array], Array]:
+        """Candidates, log-sum-exp and tail of a few rows, and the standard error of lse at T = 1 ``[N, T]``."""
         ids_NTK = older["topk_idx"].astype(np.int64)
         logits_NTK = older["topk_logits"].astype(np.float64)
         order_NTK = np.argsort(-logits_NTK, axis=-1, kind="stable")
@@ -270,8 +269,8 @@ class OlderRows:
                     f"{str(path)!r} holds {name} {ids.min()}..{ids.max()}, but the teacher's vocabulary has "
                     f"{self.vocab_size} tokens; give the --teacher that it was built from."
                 )
-        ids_NTK = np.sort(older["topk_idx"], -1)
-        if (ids_NTK[..., 1:] == ids_NTK[..., :-1]).any():
+        ordered = (np.sort(older["topk_idx"][some], -1) for some in _slices(len(older["topk_idx"])))
+        if any((ids_NTK[..., 1:] == ids_NTK[..., :-1]).any() for ids_NTK in ordered):
             raise CacheError(f"{str(path)!r} names a candidate twice at one position; build the cache again.")
 
 
@@ -299,9 +298,23 @@ def _shards(folder: Path) -> list[Path]:
     return [found[number] for number in sorted(found)]
 
 
+def _check_whole(path: Path) -> None:
+    """Compare the checksums that torch.save leaves in its zip files; CacheError where one differs."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as stored:
+            try:
+                wrong = stored.testzip()
+            except zipfile.BadZipFile as error:
+                wrong = str(error)
+        if wrong is not None:
+            raise CacheError(f"{str(path)!r} is damaged (checksum of {wrong}); restore the file.")
+
+
 def _load(path: Path) -> dict[str, Array]:
+    """The tensors of a shard, mapped where torch can, in the dtypes that they are stored in."""
     try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        mapped = zipfile.is_zipfile(path)  # torch's first format was none
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
         raise CacheError(f"{str(path)!r} cannot be read ({reason}), it is truncated or damaged; restore it.") from None
@@ -309,7 +322,11 @@ def _load(path: Path) -> dict[str, Array]:
     if not isinstance(tensors, dict) or not all(isinstance(tensors.get(name), torch.Tensor) for name in needed):
         raise CacheError(f"{str(path)!r} is no shard of the older layout, which has {', '.join(needed)}; remove it.")
     named = {name: x for name, x in tensors.items() if isinstance(x, torch.Tensor)}
-    return {name: (x.float() if x.is_floating_point() else x).numpy() for name, x in named.items()}
+    return {name: (x.float() if x.dtype == torch.bfloat16 else x).numpy() for name, x in named.items()}
+
+
+def _slices(rows: int) -> list[slice]:
+    return [slice(start, start + ROWS_AT_ONCE) for start in range(0, rows, ROWS_AT_ONCE)]
 
 
 def _sizes(path: Path, older: dict[str, Array]) -> tuple[int, int, int]:

@@ -258,6 +258,30 @@ def test_a_truncated_shard(older, tmp_path, keep):
     assert "shard_00001.pt' cannot be read" in refused(older, tmp_path)
 
 
+def test_a_flipped_byte_of_a_logit(older, tmp_path):
+    path = older / "shard_00001.pt"
+    data = bytearray(path.read_bytes())
+    logits = torch.load(path, weights_only=True)["topk_logits"].numpy().tobytes()
+    data[data.index(logits) + 7] ^= 16
+    path.write_bytes(data)
+    assert "shard_00001.pt' is damaged (checksum of " in refused(older, tmp_path)
+
+
+def test_the_first_format_of_torch_is_read_too(older, tmp_path):
+    """It is no zip file, so it can neither be mapped nor checked."""
+    convert_older(older, tmp_path / "zip", **TEACHER)
+    for path in older.glob("*.pt"):
+        torch.save(torch.load(path, weights_only=True), path, _use_new_zipfile_serialization=False)
+    convert_older(older, tmp_path / "first", **TEACHER)
+    assert contents(tmp_path / "zip") == contents(tmp_path / "first")
+
+
+def test_logits_in_bfloat16(tmp_path):
+    logits_NPV = made(tmp_path / "o", k=V, m=0, dtype=torch.bfloat16)
+    _, fields = rows_of(tmp_path / "o")
+    np.testing.assert_allclose(fields["lse"][..., 0], logits_NPV.logsumexp(-1).numpy(), atol=1e-5)
+
+
 def test_a_missing_shard_or_meta(older, tmp_path):
     shutil.copy(older / "shard_00001.pt", older / "shard_00003.pt")
     assert "lacks shard_00002.pt" in refused(older, tmp_path)
