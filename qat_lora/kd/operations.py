@@ -221,11 +221,6 @@ class Narrowed:
         return np.stack(dropped, axis=-1).astype(np.float32)
 
 
-def _digits(logprob_dtype: str) -> int:
-    """How fine log-probabilities are, in bits; 0 for all that is coarser than a float."""
-    return {"float32": 32, "float16": 16}.get(logprob_dtype, 0)
-
-
 def _caches(folders: Sequence[Path]) -> list[StoredRows]:
     """The different caches that folders hold together, in the order in which they are named."""
     groups: list[tuple[CacheManifest, list[Path]]] = []

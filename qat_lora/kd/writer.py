@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import logging
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -75,6 +76,7 @@ class CacheWriter:
         self._own = missing[rank::world_size]
         self.rounds = -(-len(missing) // world_size)
         self.manifest = begun if world_size == 1 else with_shards(begun, (), part)
+        self._warn_of_little_room()
 
     @property
     def missing(self) -> list[int]:
@@ -213,6 +215,18 @@ class CacheWriter:
             raise CacheMismatch(
                 f"{str(self.directory)!r} holds a KD cache of something else ({path.name}: {shown}); "
                 "choose another --output or delete that directory."
+            )
+
+    def _warn_of_little_room(self) -> None:
+        """Others may free or fill a disk meanwhile, so this is no error."""
+        wanted = (self.rows - self.rows_done) * self.manifest.bytes_per_row
+        free = shutil.disk_usage(self.directory).free
+        if free < wanted:
+            logger.warning(
+                "%s has %s free, but the shards to be written take about %s",
+                self.directory,
+                _megabytes(free),
+                _megabytes(wanted),
             )
 
     def _refuse_foreign(self, files: Sequence[str], ours: CacheManifest) -> None:

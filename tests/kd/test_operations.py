@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def built_of(folder, blocks, **changes):
     """Build a cache row by row, so that a row's bytes do not depend on which rows are beside it."""
     teacher = TinyTeacher()
     writer = CacheWriter(folder, manifest_of(blocks, **changes))
-    build_cache(teacher, teacher.head, blocks, writer, batch_size=1, chunk_tokens=5)
+    build_cache(teacher, teacher.head, blocks, writer, batch_size=1, chunk_tokens=blocks.input_ids_RT.shape[1])
     writer.finish()
     return folder
 
@@ -304,6 +305,20 @@ def test_one_shard_is_held_at_a_time_and_each_is_read_as_seldom_as_can_be(tmp_pa
     monkeypatch.setattr(StoredRows, "_load", loading)
     convert(tmp_path / "c", tmp_path / "d", rows_per_shard=7)
     assert loads == list(range(20))
+
+
+def test_memory_does_not_grow_with_the_cache(tmp_path):
+    """Four times the rows in as large shards cost less than one shard: their lengths and their records."""
+    peaks = []
+    for rows in (60, 240):
+        folders = [tmp_path / f"{rows} {seed}" for seed in (1, 2)]
+        for seed, folder in enumerate(folders):
+            built_of(folder, blocks_of(rows, seq_len=40, seed=seed), rows_per_shard=20, top_k=20)
+        tracemalloc.start()
+        merge(folders, tmp_path / f"{rows}", rows_per_shard=14)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + load_manifest(folders[0]).shards[0].bytes
 
 
 @pytest.mark.parametrize("act", ["merge", "copy", "convert"])

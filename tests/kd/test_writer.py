@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -165,6 +167,16 @@ def test_a_shard_of_wrong_shape_or_dtype_or_that_is_there_is_refused(tmp_path):
     assert writer.missing == [1, 2]
     with pytest.raises(ValueError, match="shard 0 is not this writer's"):
         writer.write_shard(0, good)
+
+
+@pytest.mark.parametrize("short_of", [0, 1])
+def test_a_disk_that_will_be_full_is_told_of_before_the_work(tmp_path, monkeypatch, caplog, short_of):
+    manifest = manifest_of(blocks_of(7))
+    wanted = 7 * manifest.bytes_per_row - short_of
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=wanted))
+    CacheWriter(tmp_path, manifest)
+    said = f"{tmp_path} has {wanted:,} bytes free, but the shards to be written take about {wanted + 1:,} bytes"
+    assert [record.getMessage() for record in caplog.records] == [said] * short_of
 
 
 def test_the_manifest_survives_its_json_form(tmp_path):
