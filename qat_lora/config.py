@@ -223,9 +223,7 @@ class CacheRun:
     device_map: DeviceMap = setting(
         "none", "auto: spread a teacher that one device cannot hold over all devices, the host's memory and the disk"
     )
-    max_memory: tuple[str, ...] = setting(
-        (), "what --device-map may take, such as 0=20GiB,cpu=64GiB; default: what is free"
-    )
+    max_memory: tuple[str, ...] = setting((), "bounds of --device-map, as 0=20GiB,cpu=64GiB; default: what is free")
     quantize_teacher: QuantizeTeacher = setting(
         "none", "quantise the teacher's Linears on loading, by bitsandbytes; another teacher as far as a cache goes"
     )

@@ -7,8 +7,6 @@ logits. Training keeps the two apart because the [B, T, V] logits of a whole bat
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from qat_lora.attention import causal_attention
+from qat_lora.digests import tokenizer_digest, tokenizer_size, weights_digest
 from qat_lora.errors import ModelError, OutputError
 from qat_lora.layers import Scan, ScannedLayers, why_unlike
 from qat_lora.placement import Placement, at_hand
@@ -119,11 +118,6 @@ def identify(name: str) -> Identity:
     return Identity(name, weights_digest(folder), tokenizer_digest(tokenizer), config.vocab_size, size)
 
 
-def tokenizer_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The greatest id that a tokenizer can give, plus 1."""
-    return max(tokenizer.get_vocab().values(), default=-1) + 1
-
-
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer that lies with a model."""
     from transformers import AutoTokenizer
@@ -138,31 +132,6 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise ModelError(
             f"no tokenizer can be read in {folder} ({_first_line(error)}); add its tokenizer files."
         ) from None
-
-
-def weights_digest(folder: Path) -> str:
-    """sha256 over the weight files of a model folder, in the order of their names."""
-    weight_files = sorted(folder.glob("*.safetensors"))
-    if not weight_files:
-        raise ModelError(f"{folder} holds no *.safetensors weights; save the model with safe_serialization.")
-    digest = hashlib.sha256()
-    for path in weight_files:
-        with path.open("rb") as stream:
-            while block := stream.read(1 << 22):
-                digest.update(block)
-    return digest.hexdigest()
-
-
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 over what a tokenizer does to text: its serialised pipeline, else its vocabulary; no paths."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        tree = json.loads(backend.to_str())
-        tree["truncation"] = tree["padding"] = None  # set by use, no part of the identity
-        text = json.dumps(tree, sort_keys=True)
-    else:
-        text = json.dumps(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:

@@ -18,7 +18,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 LEVELS = {
     "errors": 0, "files": 0, "settings": 0, "source": 0, "config": 0, "cache_runs": 0, "presets": 0,
-    "products": 0, "attention": 0, "loops": 0, "layers": 0, "norms": 0, "mlps": 0, "placement": 0,
+    "products": 0, "attention": 0, "loops": 0, "layers": 0, "norms": 0, "mlps": 0, "placement": 0, "digests": 0,
     "models": 1, "quant": 1, "adapters": 1, "kd": 1, "data": 1, "runtime": 1,
     "evaluate": 2,
     "train": 3, "export": 3,
@@ -40,6 +40,7 @@ LEVEL_0 = [
     "norms",
     "mlps",
     "placement",
+    "digests",
 ]
 # Third-party packages with one door.
 ONLY_IN = {

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from qat_lora import models
+from qat_lora.digests import tokenizer_digest
 from qat_lora.errors import ModelError
 
 TINY = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
@@ -71,9 +72,9 @@ def test_identity_follows_the_content_not_the_place(teacher_dir, tmp_path) -> No
 
 def test_the_tokenizers_digest_is_not_moved_by_use(teacher_dir) -> None:
     tokenizer = models.load_tokenizer(teacher_dir)
-    before = models.tokenizer_digest(tokenizer)
+    before = tokenizer_digest(tokenizer)
     tokenizer(["the fox", "a dog and a fox"], padding=True, truncation=True, max_length=3)
-    assert models.tokenizer_digest(tokenizer) == before
+    assert tokenizer_digest(tokenizer) == before
 
 
 def test_the_embedded_teacher_is_what_its_record_says() -> None:

@@ -168,9 +168,9 @@ def test_candidates_in_any_order_are_put_in_order(older, tmp_path):
 
 def test_a_converted_cache_is_a_cache_and_says_what_it_is(older, tmp_path):
     assert is_older(older)
-    made_of = convert_older(older, tmp_path / "c", temperatures=(2.0,), rows_per_shard=3, **TEACHER)
+    made_of = convert_older(older, tmp_path / "c", temperatures=(2.0,), rows_per_shard=3, logprob_bits=16, **TEACHER)
     assert (made_of.rows, made_of.seq_len, made_of.top_k, made_of.shard_count) == (7, L - 1, K, 3)
-    assert made_of.normalizer == "estimated" and made_of.logprob_bits == 5
+    assert made_of.normalizer == "estimated" and made_of.logprob_bits == 16
     error = OlderRows(older, V).standard_error
     assert made_of.source == (
         "some/text:train (converted from the older layout: log-sum-exp estimated from 12 uniform ids per position, "
