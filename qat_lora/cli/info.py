@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from qat_lora.kd import CacheManifest, CacheSummary
+from qat_lora.kd import CacheSummary
 
 _NORMALIZERS = {
     "estimated": "log-sum-exp and tail are estimates from uniform samples: see source",
@@ -28,7 +28,7 @@ def cache_table(directory: Path, summary: CacheSummary) -> Table:
         "rows": f"{summary.rows:,} of {manifest.rows:,}, of {manifest.seq_len} tokens; {summary.tokens:,} valid tokens",
         "packing": manifest.packing,
         "state": state,
-        "stored": f"{manifest.kept}, {_how(manifest)}; T = {', '.join(map(str, manifest.temperatures))}",
+        "stored": f"{manifest.kept}, {_how(summary)}; T = {', '.join(map(str, manifest.temperatures))}",
         **({} if manifest.normalizer == "exact" else {"normalised": _NORMALIZERS[manifest.normalizer]}),
         "kept mass": f"{summary.kept_mass:.5f} of the teacher's probability{of_how_many}",
         "entropy": f"{summary.entropy:.3f} nats per token{' at least' if manifest.store == 'topk' else ''}",
@@ -42,9 +42,11 @@ def cache_table(directory: Path, summary: CacheSummary) -> Table:
     return table
 
 
-def _how(manifest: CacheManifest) -> str:
+def _how(summary: CacheSummary) -> str:
+    manifest = summary.manifest
     if manifest.store == "topk":
-        return f"log-probabilities in {manifest.logprob_bits} bits"
+        cost = f" on a grid that costs {summary.grid_kl:.1e} nats per token" if summary.grid_kl else ""
+        return f"log-probabilities in {manifest.logprob_bits} bits{cost}"
     if manifest.store == "sampled":
         return f"drawn at T = {manifest.proposal_temperature:g} with seed {manifest.sampling_seed}"
     return "float32"

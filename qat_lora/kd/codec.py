@@ -67,7 +67,7 @@ def decoded(manifest: CacheManifest, tensors: Arrays) -> dict[str, Array]:
         found["topk_ids"] = ids_RX.reshape(rows, length, -1)
         found["topk_logprobs"] = decoded_logprobs(manifest, tensors)
         if manifest.logprob_bits in GRID_BITS:
-            found |= {"levels": _levels(manifest, tensors), "largest_gap": tensors["largest_gap"]}
+            found |= {"levels": decoded_levels(manifest, tensors), "largest_gap": tensors["largest_gap"]}
     elif manifest.store == "sampled":
         run_RX = runs_of(tensors["draw_runs"], length, manifest.samples)
         ids_RX = from_runs(run_RX, tensors["draw_ids"], manifest.id_bits)
@@ -84,10 +84,11 @@ def decoded_logprobs(manifest: CacheManifest, tensors: Arrays) -> Array:
     bits = manifest.logprob_bits
     if bits not in GRID_BITS:
         return tensors["topk_logprobs"]
-    return from_gaps(_levels(manifest, tensors), tensors["largest_gap"], bits, tensors["tail"][..., 0])
+    return from_gaps(decoded_levels(manifest, tensors), tensors["largest_gap"], bits, tensors["tail"][..., 0])
 
 
-def _levels(manifest: CacheManifest, tensors: Arrays) -> Array:
+def decoded_levels(manifest: CacheManifest, tensors: Arrays) -> Array:
+    """The levels uint8 [R, T, K - 1] of log-probabilities on a grid."""
     stored, gaps = tensors["topk_logprobs"], manifest.top_k - 1
     levels_RX = unpack(stored, manifest.logprob_bits, manifest.seq_len * gaps).astype(np.uint8)
     return levels_RX.reshape(len(stored), manifest.seq_len, gaps)

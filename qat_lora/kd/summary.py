@@ -14,8 +14,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from qat_lora.errors import CacheError
-from qat_lora.kd.codec import decoded_logprobs
+from qat_lora.kd.codec import decoded_levels, decoded_logprobs
 from qat_lora.kd.format import CacheManifest, ShardRecord, ends_name
+from qat_lora.kd.gaps import expected_kl
 from qat_lora.kd.parts import load_manifest
 from qat_lora.kd.shards import Array
 from qat_lora.kd.soundness import check_shards
@@ -32,6 +33,7 @@ class CacheSummary:
         bytes_per_token: by tensor, over the valid tokens; `overhead` is headers and padding.
         rows_read: from which the next two come.
         kept_mass: mean probability, at T = 1, of the stored candidates; 1 where nothing is left out on average.
+        grid_kl: what the grid of log-probabilities costs on average, in nats per token (see `gaps`); 0 without one.
         entropy: mean of the teacher's in nats; of candidates and the tail as one more, which is a lower bound of it.
     """
 
@@ -43,6 +45,7 @@ class CacheSummary:
     rows_read: int
     kept_mass: float
     entropy: float
+    grid_kl: float
 
 
 def summarise(directory: Path | str, *, max_rows: int = 1024) -> CacheSummary:
@@ -62,8 +65,8 @@ def summarise(directory: Path | str, *, max_rows: int = 1024) -> CacheSummary:
         sizes[name] = sum(int(_read(directory, s, (ends,), s.rows)[ends][-1]) for s in manifest.shards)
     per_token = {name: size / tokens for name, size in sizes.items()}
     rows_each = -(-max_rows // len(manifest.shards))
-    parts = [_kept_and_entropy(directory, manifest, shard, min(rows_each, shard.rows)) for shard in manifest.shards]
-    kept_P, entropy_P = (np.concatenate(x) for x in zip(*parts, strict=True))
+    parts = [_measures(directory, manifest, shard, min(rows_each, shard.rows)) for shard in manifest.shards]
+    kept_P, entropy_P, kl_P = (np.concatenate(x) for x in zip(*parts, strict=True))
     return CacheSummary(
         manifest=manifest,
         rows=len(lengths),
@@ -73,26 +76,29 @@ def summarise(directory: Path | str, *, max_rows: int = 1024) -> CacheSummary:
         rows_read=sum(min(rows_each, shard.rows) for shard in manifest.shards),
         kept_mass=float(kept_P.mean()),
         entropy=float(entropy_P.mean()),
+        grid_kl=float(kl_P.mean()),
     )
 
 
-def _kept_and_entropy(directory: Path, manifest: CacheManifest, shard: ShardRecord, rows: int) -> tuple[Array, Array]:
-    """At T = 1, in float64, of the valid positions of a shard's first rows: stored mass and entropy, [P] each."""
+def _measures(directory: Path, manifest: CacheManifest, shard: ShardRecord, rows: int) -> tuple[Array, Array, Array]:
+    """Kept mass, entropy and grid_kl at T = 1, float64 [P] each, of the valid positions of a shard's first rows."""
     names = {"topk": ("tail", "topk_logprobs"), "sampled": ("entropy",), "full": ("logits",)}[manifest.store]
-    names += ("largest_gap",) if "largest_gap" in manifest.tensors(1) else ()
-    tensors = _read(directory, shard, ("lengths", *names), rows)
+    has_grid = "largest_gap" in manifest.tensors(1)
+    tensors = _read(directory, shard, ("lengths", *names, *(("largest_gap",) if has_grid else ())), rows)
     is_token_RT = np.arange(manifest.seq_len) < tensors["lengths"][:, None]
+    tail_P = kl_P = np.zeros(is_token_RT.sum())
     if manifest.store == "sampled":
-        entropy_P = tensors["entropy"][is_token_RT][:, 0].astype(np.float64)
-        return np.ones_like(entropy_P), entropy_P
+        return 1.0 - tail_P, tensors["entropy"][is_token_RT][:, 0].astype(np.float64), kl_P
     if manifest.store == "full":
         z_PV = tensors["logits"][is_token_RT].astype(np.float64)
         logp_PK = z_PV - np.logaddexp.reduce(z_PV, axis=-1, keepdims=True)
-        tail_P = np.zeros(len(z_PV))
     else:
-        logp_PK = decoded_logprobs(manifest, tensors)[is_token_RT].astype(np.float64)
-        tail_P = tensors["tail"][is_token_RT][:, 0].astype(np.float64)
-    return 1.0 - tail_P, -(np.exp(logp_PK) * logp_PK).sum(-1) - _x_log_x(tail_P)
+        logp_RTK = decoded_logprobs(manifest, tensors).astype(np.float64)
+        logp_PK, tail_P = logp_RTK[is_token_RT], tensors["tail"][is_token_RT][:, 0].astype(np.float64)
+        if has_grid:
+            codes, bits = decoded_levels(manifest, tensors), manifest.logprob_bits
+            kl_P = expected_kl(codes, tensors["largest_gap"], bits, logp_RTK)[is_token_RT]
+    return 1.0 - tail_P, -(np.exp(logp_PK) * logp_PK).sum(-1) - _x_log_x(tail_P), kl_P
 
 
 def _read(directory: Path, shard: ShardRecord, names: tuple[str, ...], rows: int) -> dict[str, Array]:

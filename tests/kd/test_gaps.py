@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qat_lora.kd.gaps import DEEPEST, from_gaps, to_gaps
+from qat_lora.kd.gaps import DEEPEST, expected_kl, from_gaps, to_gaps
 
 
 def teacher(k: int, *, vocab_size: int = 500, positions: int = 200, spread: float = 3.0, seed: int = 0):
@@ -48,6 +48,8 @@ def test_what_a_grid_costs(bits, limit, k) -> None:
     p = np.exp(logprobs_RTK.astype(np.float64))
     kl_RT = (p * (logprobs_RTK - found)).sum(-1)
     assert -1e-6 < kl_RT.mean() < limit
+    codes, largest_RT = to_gaps(logprobs_RTK, bits)
+    assert expected_kl(codes, largest_RT, bits, found).mean() == pytest.approx(kl_RT.mean(), rel=0.35)
     assert np.allclose(np.exp(found.astype(np.float64)).sum(-1), 1 - tail_RT, atol=2e-6)
     assert (np.diff(found, axis=-1) <= 0).all(), "still in descending order"
 
