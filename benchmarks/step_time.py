@@ -29,8 +29,9 @@ from pathlib import Path
 import torch
 
 from qat_lora import adapters, models
+from qat_lora.cache_runs import CacheRun
 from qat_lora.cli import commands
-from qat_lora.config import AdapterConfig, CacheRun, KDConfig, OptimConfig
+from qat_lora.config import AdapterConfig, KDConfig, OptimConfig
 from qat_lora.kd import KDCacheDataset
 from qat_lora.presets import scheme
 from qat_lora.quant import freeze_codes

@@ -1,16 +1,88 @@
-"""What merging, splitting and converting a cache may be told, beside `qat_lora.config.CacheRun`, which builds one."""
+"""What building, merging, splitting and converting a cache may be told: one class per command."""
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from qat_lora.config import Packing, PlaceConfig, Store
 from qat_lora.errors import ConfigError
+from qat_lora.remote import Location
 from qat_lora.settings import check_choices, check_range, setting
+from qat_lora.source import SourceConfig
 
+DeviceMap = Literal["none", "auto"]
+QuantizeTeacher = Literal["none", "8bit", "4bit"]
 StoredTail = Literal["estimated", "none"]
+
+
+@dataclass(frozen=True)
+class CacheRun:
+    """`qat-lora cache`: the teacher's predictions on a text, written once."""
+
+    command: ClassVar[str] = "cache"
+
+    teacher: str = setting("embedded", "directory or hub id of the teacher; 'embedded' is the one in the package")
+    device_map: DeviceMap = setting(
+        "none", "auto: spread a teacher that one device cannot hold over all devices, the host's memory and the disk"
+    )
+    max_memory: tuple[str, ...] = setting((), "bounds of --device-map, as 0=20GiB,cpu=64GiB; default: what is free")
+    quantize_teacher: QuantizeTeacher = setting(
+        "none", "quantise the teacher's Linears on loading, by bitsandbytes; another teacher as far as a cache goes"
+    )
+    data: str = setting(
+        "embedded:train",
+        ".txt or .jsonl; token ids in .pt, .npy or .safetensors; a folder or glob of one kind; "
+        "hf:dataset[:config][:split]; embedded:train|eval",
+    )
+    output: Location = setting(Path("caches/embedded"), "folder or URL of the new cache; a half-built one is resumed")
+    seq_len: int = setting(128, "tokens per row")
+    packing: Packing = setting(
+        "stream", "texts end to end; the same, but attention begins anew with each; or a row for each, padded"
+    )
+    store: Store = setting("topk", "top-k and the mass of the rest; unbiased draws; or all logits, for tests")
+    top_k: int = setting(64, "teacher candidates per position, with --store topk")
+    logprob_bits: int = setting(5, "of a candidate's log-probability: 4 to 8 on a grid, 16 or 32 as a float")
+    samples: int = setting(50, "draws per position, with --store sampled; about a fourth are distinct")
+    proposal_temperature: float = setting(1.0, "at which tokens are drawn; other than 1 takes weights, 0.8 to 1.2 help")
+    sampling_seed: int = setting(0, "of the draws")
+    temperatures: tuple[float, ...] = setting((1.0,), "temperatures that the cache can serve")
+    max_rows: int = setting(0, "rows at most; 0 takes the whole text")
+    rows_per_shard: int = setting(256, "rows per shard file")
+    build_batch_size: int = setting(8, "rows per teacher forward", "--batch-size")
+    part: str = setting("", "i/n, from 1/n to n/n: build one of n parts, which copied into one folder are the cache")
+    source: SourceConfig = SourceConfig()
+    place: PlaceConfig = PlaceConfig()
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        for name in ("top_k", "samples", "rows_per_shard", "build_batch_size"):
+            check_range(self, name, at_least=1)
+        check_range(self, "seq_len", at_least=2)
+        check_range(self, "max_rows", at_least=0)
+        check_range(self, "proposal_temperature", above=0.0)
+        check_range(self, "sampling_seed", at_least=0)
+        if not self.temperatures or any(not 0 < t < math.inf for t in self.temperatures):
+            raise ConfigError(f"temperatures must be positive, but temperatures={self.temperatures}; use 1.0.")
+        number, count = self.part_of
+        if not 1 <= number <= count:
+            raise ConfigError(
+                f"part must be i/n with i from 1 to n, but part={self.part!r}; write --part 2/4 for the second of four."
+            )
+        if self.max_memory and self.device_map == "none":
+            raise ConfigError(
+                f"max_memory={','.join(self.max_memory)} bounds what --device-map takes, but device_map=none; add "
+                "--device-map auto."
+            )
+
+    @property
+    def part_of(self) -> tuple[int, int]:
+        """Which part, from 1 on, of how many; (1, 1) is the whole cache, (0, 0) what cannot be read as a part."""
+        match = re.fullmatch(r"([0-9]+)/([0-9]+)", self.part or "1/1")
+        return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 @dataclass(frozen=True)
@@ -75,4 +147,4 @@ class ConvertRun:
             raise ConfigError(f"temperatures must be positive, but temperatures={self.temperatures}; use 1.0.")
 
 
-AnyCacheRun = MergeRun | SplitRun | ConvertRun
+AnyCacheRun = CacheRun | MergeRun | SplitRun | ConvertRun

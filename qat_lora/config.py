@@ -10,13 +10,12 @@ only mean one thing. A field's help text, and other spellings of its flag, stand
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
 from qat_lora.errors import ConfigError, did_you_mean
+from qat_lora.remote import Location
 from qat_lora.settings import check_choices, check_range, setting
 from qat_lora.source import SourceConfig
 
@@ -33,8 +32,6 @@ Trainable = Literal["weights", "scales", "luts"]
 Sync = Literal["phase", "step", "optimizer"]
 Checkpointing = Literal["auto", "on", "off"]
 Shard = Literal["none", "fsdp", "spmd", "spmd_data"]
-DeviceMap = Literal["none", "auto"]
-QuantizeTeacher = Literal["none", "8bit", "4bit"]
 MemDebug = Literal["off", "basic", "tensors", "metrics", "hlo"]
 
 
@@ -159,12 +156,19 @@ class LoopConfig:
     eval_rows: int = setting(64, "at most this many held-out rows per evaluation")
     seed: int = setting(0, "seed of the row order, of dropout and of every initial value")
     preload: bool = setting(True, "read the whole cache into RAM and check its digests", "--preload")
+    shuffle_shards: int = setting(
+        0, "shuffle rows within so many shards at a time, for a cache larger than the disk; 0: over the whole cache"
+    )
+    disk_cache_gb: float = setting(
+        0.0, "GB of a remote cache kept on the local disk; 0: QAT_LORA_DISK_CACHE_GB, or all but a tenth of the disk"
+    )
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "batch_size", "accumulation_steps", "log_every", "eval_rows"):
             check_range(self, name, at_least=1)
-        for name in ("global_batch_size", "eval_every", "save_every", "keep_last", "seed"):
+        for name in ("global_batch_size", "eval_every", "save_every", "keep_last", "seed", "shuffle_shards"):
             check_range(self, name, at_least=0)
+        check_range(self, "disk_cache_gb", at_least=0.0)
         check_range(self, "seed", below=2**32)  # what a NumPy seed can hold
         check_range(self, "eval_fraction", above=0.0, below=1.0)
 
@@ -214,72 +218,6 @@ class ExecutionConfig:
 
 
 @dataclass(frozen=True)
-class CacheRun:
-    """`qat-lora cache`: the teacher's predictions on a text, written once."""
-
-    command: ClassVar[str] = "cache"
-
-    teacher: str = setting("embedded", "directory or hub id of the teacher; 'embedded' is the one in the package")
-    device_map: DeviceMap = setting(
-        "none", "auto: spread a teacher that one device cannot hold over all devices, the host's memory and the disk"
-    )
-    max_memory: tuple[str, ...] = setting((), "bounds of --device-map, as 0=20GiB,cpu=64GiB; default: what is free")
-    quantize_teacher: QuantizeTeacher = setting(
-        "none", "quantise the teacher's Linears on loading, by bitsandbytes; another teacher as far as a cache goes"
-    )
-    data: str = setting(
-        "embedded:train",
-        ".txt or .jsonl; token ids in .pt, .npy or .safetensors; a folder or glob of one kind; "
-        "hf:dataset[:config][:split]; embedded:train|eval",
-    )
-    output: Path = setting(Path("caches/embedded"), "folder of the new cache; a half-built one is resumed")
-    seq_len: int = setting(128, "tokens per row")
-    packing: Packing = setting(
-        "stream", "texts end to end; the same, but attention begins anew with each; or a row for each, padded"
-    )
-    store: Store = setting("topk", "top-k and the mass of the rest; unbiased draws; or all logits, for tests")
-    top_k: int = setting(64, "teacher candidates per position, with --store topk")
-    logprob_bits: int = setting(5, "of a candidate's log-probability: 4 to 8 on a grid, 16 or 32 as a float")
-    samples: int = setting(50, "draws per position, with --store sampled; about a fourth are distinct")
-    proposal_temperature: float = setting(1.0, "at which tokens are drawn; other than 1 takes weights, 0.8 to 1.2 help")
-    sampling_seed: int = setting(0, "of the draws")
-    temperatures: tuple[float, ...] = setting((1.0,), "temperatures that the cache can serve")
-    max_rows: int = setting(0, "rows at most; 0 takes the whole text")
-    rows_per_shard: int = setting(256, "rows per shard file")
-    build_batch_size: int = setting(8, "rows per teacher forward", "--batch-size")
-    part: str = setting("", "i/n, from 1/n to n/n: build one of n parts, which copied into one folder are the cache")
-    source: SourceConfig = SourceConfig()
-    place: PlaceConfig = PlaceConfig()
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        for name in ("top_k", "samples", "rows_per_shard", "build_batch_size"):
-            check_range(self, name, at_least=1)
-        check_range(self, "seq_len", at_least=2)
-        check_range(self, "max_rows", at_least=0)
-        check_range(self, "proposal_temperature", above=0.0)
-        check_range(self, "sampling_seed", at_least=0)
-        if not self.temperatures or any(not 0 < t < math.inf for t in self.temperatures):
-            raise ConfigError(f"temperatures must be positive, but temperatures={self.temperatures}; use 1.0.")
-        number, count = self.part_of
-        if not 1 <= number <= count:
-            raise ConfigError(
-                f"part must be i/n with i from 1 to n, but part={self.part!r}; write --part 2/4 for the second of four."
-            )
-        if self.max_memory and self.device_map == "none":
-            raise ConfigError(
-                f"max_memory={','.join(self.max_memory)} bounds what --device-map takes, but device_map=none; add "
-                "--device-map auto."
-            )
-
-    @property
-    def part_of(self) -> tuple[int, int]:
-        """Which part, from 1 on, of how many; (1, 1) is the whole cache, (0, 0) what cannot be read as a part."""
-        match = re.fullmatch(r"([0-9]+)/([0-9]+)", self.part or "1/1")
-        return (int(match[1]), int(match[2])) if match else (0, 0)
-
-
-@dataclass(frozen=True)
 class QatRun:
     """`qat-lora qat`: train the quantised student against the cache."""
 
@@ -287,7 +225,7 @@ class QatRun:
 
     preset: str = setting("q2_g32", "named scheme and settings, see qat_lora.presets", "--config")
     model: str = setting("", "directory or hub id of the model to quantise; default: the cache's teacher")
-    cache_dir: Path = setting(Path("caches/embedded"), "folder of the KD cache", "--kd-cache-dir")
+    cache_dir: Location = setting(Path("caches/embedded"), "folder or URL of the KD cache", "--kd-cache-dir")
     output: Path = setting(Path("runs/qat"), "folder of the run")
     checkpoint: str = setting("", "start from this student instead of from error-searched rounding")
     train: tuple[Trainable, ...] = setting(("weights", "scales", "luts"), "what is trained: weights, scales, luts")
@@ -333,7 +271,7 @@ class RecoveryRun:
 
     checkpoint: str = setting("", "the student, e.g. runs/qat/best.pt")
     model: str = setting("", "directory or hub id of the model that was quantised; default: the checkpoint's")
-    cache_dir: Path = setting(Path("caches/embedded"), "folder of the KD cache", "--kd-cache-dir")
+    cache_dir: Location = setting(Path("caches/embedded"), "folder or URL of the KD cache", "--kd-cache-dir")
     output: Path = setting(Path("runs/recovery"), "folder of the run")
     adapter: AdapterConfig = AdapterConfig()
     kd: KDConfig = KDConfig()
@@ -396,4 +334,4 @@ class ExportRun:
         check_choices(self)
 
 
-AnyRun = CacheRun | QatRun | RecoveryRun | EvalRun | ExportRun
+AnyRun = QatRun | RecoveryRun | EvalRun | ExportRun

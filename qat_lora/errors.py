@@ -51,6 +51,10 @@ class DeviceError(QatLoraError):
     """A device was named that this machine does not offer."""
 
 
+class RemoteError(QatLoraError):
+    """Files that lie elsewhere cannot be reached: a package, a login, a bucket or the network is missing."""
+
+
 class OutputError(QatLoraError):
     """A result cannot be written where it was asked for."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import os
 from collections.abc import Callable
@@ -12,13 +13,19 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from qat_lora.errors import DiskFull, OutputError
+from qat_lora.remote import Location, RemotePath
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+def write_atomically(path: Location, write: Callable[[BinaryIO], object]) -> None:
     """Call `write` with a temporary file beside `path`, flush it to disk, then rename it into place.
 
-    Raises OutputError where the folder cannot be written, DiskFull where it is full; nothing half-written stays.
+    What goes to a URL is put together in memory. Raises OutputError where the folder cannot be written, DiskFull where
+    it is full, RemoteError where the URL cannot; nothing half-written stays.
     """
+    if isinstance(path, RemotePath):
+        buffer = io.BytesIO()
+        write(buffer)
+        return path.write_bytes(buffer.getvalue())
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,20 +42,37 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         raise _unwritable(path, error) from None
 
 
-def write_json(path: Path, tree: Any) -> None:
+def write_json(path: Location, tree: Any) -> None:
     """Write a tree of JSON types, indented, keys in their own order."""
     text = json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
     write_atomically(path, lambda stream: stream.write(text.encode()))
 
 
-def sha256_file(path: Path) -> str:
+def sha256_file(path: Location) -> str:
     """Hex sha256 of a file's bytes."""
+    if isinstance(path, RemotePath):
+        digest = hashlib.sha256()
+        for chunk in path.chunks():
+            digest.update(chunk)
+        return digest.hexdigest()
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def check_writable(folder: Path) -> None:
-    """Prove, before the long work, that files can be written in a folder, and leave no trace; raises OutputError."""
+def file_sizes(folder: Location) -> dict[str, int]:
+    """Name -> bytes of the files in a folder; empty where there is no such folder."""
+    if isinstance(folder, RemotePath):
+        return folder.sizes()
+    return {path.name: path.stat().st_size for path in folder.glob("*") if path.is_file()}
+
+
+def check_writable(folder: Location) -> None:
+    """Prove, before the long work, that files can be written in a folder, and leave no trace.
+
+    Raises OutputError, or RemoteError for a URL.
+    """
+    if isinstance(folder, RemotePath):
+        return folder.check_writable()
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     probe = folder / f".probe.{os.getpid()}"
     try:

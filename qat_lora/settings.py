@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from qat_lora.errors import ConfigError, did_you_mean
+from qat_lora.remote import Location, RemotePath, is_remote, location
 
 T = TypeVar("T")
 
@@ -95,10 +96,12 @@ def parse_value(hint: Any, value: Any, name: str) -> Any:
         if not isinstance(items, list | tuple):
             raise ConfigError(f"{name} takes a list, but got {value!r}; write it as a, b.")
         return tuple(parse_value(get_args(hint)[0], item, name) for item in items)
-    if hint in (str, Path) or get_origin(hint) is Literal:
-        if not isinstance(value, str | Path):
+    if hint in (str, Path, Location) or get_origin(hint) is Literal:
+        if not isinstance(value, str | Path | RemotePath):
             raise ConfigError(f"{name} takes text, but got {value!r}; put it in quotes or drop it.")
-        return Path(value) if hint is Path else str(value)
+        if hint is Path and is_remote(value):
+            raise ConfigError(f"{name} takes a folder of this machine, but got {str(value)!r}; only caches have URLs.")
+        return Path(str(value)) if hint is Path else location(value) if hint == Location else str(value)
     if hint is bool:
         words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
         if str(value).lower() not in words:
@@ -194,4 +197,4 @@ def _plain(value: Any) -> Any:
         return to_json(value)
     if isinstance(value, tuple):
         return [_plain(v) for v in value]
-    return str(value) if isinstance(value, Path) else value
+    return str(value) if isinstance(value, Path | RemotePath) else value

@@ -12,8 +12,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
+from qat_lora.cache_runs import CacheRun
 from qat_lora.cli import commands
-from qat_lora.config import CacheRun, LoopConfig, OptimConfig, PlaceConfig, QatRun, RecoveryRun
+from qat_lora.config import LoopConfig, OptimConfig, PlaceConfig, QatRun, RecoveryRun
 from qat_lora.presets import scheme
 from qat_lora.runtime import LocalRuntime
 

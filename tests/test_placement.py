@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from qat_lora import models
+from qat_lora.cache_runs import CacheRun
 from qat_lora.cli import commands
-from qat_lora.config import CacheRun
 from qat_lora.errors import CacheMismatch, CheckpointError, ConfigError, DeviceError, ModelError
 from qat_lora.kd import CacheManifest, load_manifest
 from qat_lora.placement import Placement, memory_bytes, places_of

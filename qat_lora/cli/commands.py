@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora import adapters, models
+from qat_lora.cache_runs import CacheRun
 from qat_lora.cli.progress import BarHook, bar
-from qat_lora.config import CacheRun, EvalRun, ExportRun, QatRun, RecoveryRun
+from qat_lora.config import EvalRun, ExportRun, QatRun, RecoveryRun
 from qat_lora.data import (
     Blocks,
     check_source,
@@ -53,7 +54,8 @@ log = logging.getLogger(__name__)
 def cache(run: CacheRun) -> CacheManifest:
     """Build the KD cache of a text, or one part of it, or go on with one that was interrupted."""
     check_source(run.data, run.source)
-    runtime = runtime_for(run.place, folder=run.output, many=True)
+    folder = run.output if isinstance(run.output, Path) else None  # compiled programs stay on this machine
+    runtime = runtime_for(run.place, folder=folder, many=True)
     if runtime.rank == 0:  # another rank's would see, and remove, a folder that is made at this moment
         check_writable(run.output)
     placement = _placement(run, runtime)

@@ -15,9 +15,10 @@ from rich import print as rich_print
 from torch import nn
 
 from qat_lora import adapters, models, presets
+from qat_lora.cache_runs import CacheRun
 from qat_lora.cli import commands
 from qat_lora.cli.report import write_report
-from qat_lora.config import CacheRun, EvalRun, ExportRun, LoopConfig, PlaceConfig, QatRun, RecoveryRun
+from qat_lora.config import EvalRun, ExportRun, LoopConfig, PlaceConfig, QatRun, RecoveryRun
 from qat_lora.errors import ConfigError, OutputError
 from qat_lora.evaluate import Fidelity, fidelity_table, write_fidelity
 from qat_lora.export import ADAPTER_FOLDER

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from qat_lora import presets
 from qat_lora.cache_runs import AnyCacheRun
 from qat_lora.config import AnyRun, QatRun
 from qat_lora.errors import ConfigError, did_you_mean
+from qat_lora.remote import Location
 from qat_lora.settings import leaves, load_settings, override, override_text
 
 # What knows how to share its work with other ranks.
@@ -135,6 +136,6 @@ def _shown(config: Any, path: str) -> str:
 
 
 def _metavar(hint: Any, name: str) -> str:
-    if get_origin(hint) is not None and get_origin(hint) is not tuple:
+    if get_origin(hint) is Literal:
         return "|".join(str(v) for v in get_args(hint))
-    return {int: "N", float: "X", Path: "PATH"}.get(hint, name.upper())
+    return {int: "N", float: "X", Path: "PATH", Location: "PATH|URL"}.get(hint, name.upper())

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from rich.table import Table
 
 from qat_lora.kd import CacheSummary
+from qat_lora.remote import Location
 
 _NORMALIZERS = {
     "estimated": "log-sum-exp and tail are estimates from uniform samples: see source",
@@ -14,7 +13,7 @@ _NORMALIZERS = {
 }
 
 
-def cache_table(directory: Path, summary: CacheSummary) -> Table:
+def cache_table(directory: Location, summary: CacheSummary) -> Table:
     """What `qat-lora cache info` prints: one line per fact."""
     manifest = summary.manifest
     table = Table(title=str(directory), show_header=False, title_justify="left")

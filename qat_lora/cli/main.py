@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from qat_lora import __version__
+from qat_lora.cache_runs import CacheRun
 from qat_lora.cli.flags import Parser, add_flags, launch_of, run_from
 from qat_lora.cli.operations import add_operations, operate
-from qat_lora.config import AnyRun, CacheRun, EvalRun, ExportRun, QatRun, RecoveryRun
+from qat_lora.config import AnyRun, EvalRun, ExportRun, QatRun, RecoveryRun
 from qat_lora.errors import ConfigError, QatLoraError
 
 # What the world does to a running program, as against a file that we forgot to look for.
 _OUTSIDE = (errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.EIO)
 
-RUNS: dict[str, type[AnyRun]] = {r.command: r for r in (CacheRun, QatRun, RecoveryRun, EvalRun, ExportRun)}
+RUNS: dict[str, type[AnyRun | CacheRun]] = {r.command: r for r in (CacheRun, QatRun, RecoveryRun, EvalRun, ExportRun)}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -214,6 +215,7 @@ def _start_logging(*, quiet: bool) -> None:
     )
     for noisy in ("httpx", "matplotlib", "datasets", "huggingface_hub", "fsspec"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs with a traceback what it raises
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 from qat_lora.cache_runs import ConvertRun, MergeRun, SplitRun
 from qat_lora.cli.flags import Parser, add_flags, run_from
 from qat_lora.errors import ConfigError
+from qat_lora.remote import location
 
 _Act = Callable[[argparse.Namespace], None]
 
@@ -20,7 +21,7 @@ def add_operations(command: argparse.ArgumentParser, add_common: Callable[[argpa
     text = "What a cache holds: bytes per token, kept mass, entropy, source; its files' digests with --verify."
     info = about.add_parser("info", help=text, description=text)
     info.set_defaults(parser=info)
-    info.add_argument("directory", metavar="DIR", type=Path, help="folder of a cache, finished or not")
+    info.add_argument("directory", metavar="DIR", help="folder or URL of a cache, finished or not")
     info.add_argument("--verify", action="store_true", help="read every byte and compare it with what was recorded")
     for run_class in (MergeRun, SplitRun, ConvertRun):
         text = (run_class.__doc__ or "").split(": ", 1)[-1].splitlines()[0]
@@ -45,9 +46,10 @@ def _info(args: argparse.Namespace) -> None:
     from qat_lora.cli.info import cache_table
     from qat_lora.kd import summarise, verify
 
-    rich_print(cache_table(args.directory, summarise(args.directory)))
+    directory = location(args.directory)
+    rich_print(cache_table(directory, summarise(directory)))
     if args.verify:
-        print(f"{args.directory}: {len(verify(args.directory).shards)} shards, every byte as recorded")
+        print(f"{directory}: {len(verify(directory).shards)} shards, every byte as recorded")
 
 
 def _merge(args: argparse.Namespace) -> None:

@@ -16,7 +16,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -24,6 +23,7 @@ import numpy as np
 from qat_lora.config import Packing, Store
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from qat_lora.files import write_atomically
+from qat_lora.remote import Location
 
 SCHEMA = "qat_lora.kd_cache/3"
 MANIFEST_NAME = "manifest.json"
@@ -261,7 +261,7 @@ class CacheManifest:
         return plain
 
     @classmethod
-    def read(cls, path: Path) -> CacheManifest:
+    def read(cls, path: Location) -> CacheManifest:
         """Read one file; CacheError where it cannot be read or understood."""
         try:
             content = path.read_bytes()
@@ -273,7 +273,7 @@ class CacheManifest:
         return cls._from_json(data, content, path)
 
     @classmethod
-    def _from_json(cls, data: Any, content: bytes, path: Path) -> CacheManifest:
+    def _from_json(cls, data: Any, content: bytes, path: Location) -> CacheManifest:
         schema = data.get("schema") if isinstance(data, dict) else None
         if schema != SCHEMA:
             raise CacheMismatch(
@@ -297,7 +297,7 @@ class CacheManifest:
                 f"{str(path)!r} is damaged ({error}); restore the file or build the cache again."
             ) from error
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Location) -> None:
         """Write the file whole or not at all."""
         content = sealed(self.to_json())
         write_atomically(path, lambda stream: stream.write(content))

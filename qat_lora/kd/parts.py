@@ -11,11 +11,11 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from qat_lora.errors import CacheError, CacheMismatch
 from qat_lora.kd.format import MANIFEST_NAME, CacheManifest, ShardRecord
+from qat_lora.remote import Location, location
 
 _NAME = re.compile(r"manifest(?:\.part-([0-9]+)-of-([0-9]+))?(?:\.rank-([0-9]+))?\.json")
 
@@ -41,7 +41,7 @@ WHOLE = Part(1, 1)
 class Record(NamedTuple):
     """One record file of a folder; `rank` is None where it is not that of a rank."""
 
-    path: Path
+    path: Location
     part: Part
     rank: int | None
     manifest: CacheManifest
@@ -65,7 +65,7 @@ def named(name: str) -> tuple[Part, int | None] | None:
     return part, None if rank is None else int(rank)
 
 
-def records_in(directory: Path) -> list[Record]:
+def records_in(directory: Location) -> list[Record]:
     """Read all records of a folder: the whole cache's first, then by part, then by rank."""
     records = []
     for path in directory.glob("manifest*.json"):
@@ -86,7 +86,7 @@ def united(records: Sequence[Record], part: Part = WHOLE) -> CacheManifest:
     caches, or have different files in mind for one shard.
     """
     first = records[0]
-    shards: dict[int, tuple[Path, ShardRecord]] = {}
+    shards: dict[int, tuple[Location, ShardRecord]] = {}
     for record in records:
         if differing := first.manifest.differing(record.manifest):
             shown = ", ".join(f"{name}: {a!r} there, {b!r} here" for name, (a, b) in differing.items())
@@ -112,12 +112,12 @@ def with_shards(manifest: CacheManifest, shards: Sequence[ShardRecord], part: Pa
     return dataclasses.replace(manifest, shards=ordered, complete=complete)
 
 
-def load_manifest(directory: Path | str) -> CacheManifest:
-    """Return the manifest of a folder: of a whole cache, or the union of the records that are there.
+def load_manifest(directory: Location | str) -> CacheManifest:
+    """Return the manifest of a folder or URL: of a whole cache, or the union of the records that are there.
 
     CacheError where there is none, or none that can be understood; CacheMismatch where they are not of one cache.
     """
-    directory = Path(directory)
+    directory = location(directory)
     whole = directory / MANIFEST_NAME
     if whole.exists() and (found := CacheManifest.read(whole)).complete:
         return found
@@ -130,7 +130,7 @@ def load_manifest(directory: Path | str) -> CacheManifest:
     return united(records)
 
 
-def what_is_missing(directory: Path, manifest: CacheManifest) -> str:
+def what_is_missing(directory: Location, manifest: CacheManifest) -> str:
     """Say of an incomplete cache what it lacks and how to get it: whole parts where it is made of parts."""
     done, wanted = len(manifest.shards), manifest.shard_count
     parts = {record.part for record in records_in(directory)}

@@ -11,8 +11,8 @@ ranks.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -23,12 +23,16 @@ from torch.utils.data import Dataset
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from qat_lora.kd.codec import AS_STORED, decoded
 from qat_lora.kd.documents import document_positions
+from qat_lora.kd.fetch import DiskCache
 from qat_lora.kd.format import CacheManifest
 from qat_lora.kd.parts import load_manifest, what_is_missing
-from qat_lora.kd.shards import MemoryShards, RowSource, ShardFiles, row_fractions
+from qat_lora.kd.shards import MemoryShards, RowSource, ShardFiles
 from qat_lora.kd.soundness import verify
 from qat_lora.kd.targets import check_top_k
 from qat_lora.kd.vocabulary import differ_in_padding, without_ids_from
+from qat_lora.remote import Location, RemotePath, location
+
+logger = logging.getLogger(__name__)
 
 Split: TypeAlias = Literal["all", "train", "eval"]
 Batch: TypeAlias = dict[str, Tensor]
@@ -45,18 +49,21 @@ class KDCacheDataset(Dataset[Batch]):
     """Rows of a finished KD cache, one by one or as the stream of batches of one rank.
 
     Args:
-        path: the cache directory.
+        path: the cache's directory, or its URL, whose shards are fetched to the local disk when they are needed.
         rank: which of `world_size` equal readers this one is.
         world_size: how many there are.
         preload: read all rows into memory now, checking every sha256; else rows are read when needed.
         seed: of the row order.
         split: ``all`` rows, or one side of a split by the content of the row.
         eval_fraction: about which part of the rows ``eval`` gets, one row at least; the rest is ``train``.
+        shuffle_shards: shuffle rows within windows of so many shards, which are in random order themselves, so that few
+            shards are needed at a time; 0 shuffles over the whole cache.
+        disk_cache_gb: see `DiskCache`.
     """
 
     def __init__(
         self,
-        path: Path | str,
+        path: Location | str,
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -64,17 +71,25 @@ class KDCacheDataset(Dataset[Batch]):
         seed: int = 0,
         split: Split = "all",
         eval_fraction: float = 0.0,
+        shuffle_shards: int = 0,
+        disk_cache_gb: float = 0.0,
     ) -> None:
         """Open the cache and check that it is complete and that every shard is the one that was written."""
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank must lie in 0..{world_size - 1}, but rank={rank}; rank counts from 0.")
-        self.path = Path(path)
+        if shuffle_shards < 0:
+            raise ConfigError(f"shuffle_shards={shuffle_shards} is no number of shards; use 0 or more.")
+        self.path, self.shuffle_shards = location(path), shuffle_shards
         self.manifest = load_manifest(self.path)
         _check_complete(self.path, self.manifest)
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.vocab_size = self.manifest.vocab_size
-        files = ShardFiles(self.path, self.manifest)
+        disk = DiskCache(disk_cache_gb)
+        files = ShardFiles(self.path, self.manifest, disk=disk)
+        if isinstance(self.path, RemotePath) and not preload:
+            self._say_what_must_fit(disk)
         self._source: RowSource = MemoryShards(files) if preload else files
+        self._fractions: np.ndarray[Any, Any] | None = None
         self._rows = self._split_rows(split, eval_fraction)
         self._orders: dict[int, np.ndarray[Any, Any]] = {}
 
@@ -120,15 +135,24 @@ class KDCacheDataset(Dataset[Batch]):
         """
         if batch_size < 1:
             raise ConfigError(f"batch_size must be positive, but batch_size={batch_size}; use 1 or more.")
+        # As far ahead as a shard lasts, or a window of them, so that the next one is on its way when it begins.
+        ahead = min(max(1, self.shuffle_shards) * self.manifest.rows_per_shard, len(self))
+        lead = ahead // (batch_size * self.world_size) + 1
         while True:
+            if isinstance(self.path, RemotePath):
+                self._expect(self.batch_rows(batch_size, position, lead))
             yield self._read(self.batch_rows(batch_size, position))
             position += 1
 
-    def batch_rows(self, batch_size: int, position: int) -> np.ndarray[Any, Any]:
-        """Return which rows of the cache this rank's micro-batch `position` holds."""
-        first = (position * self.world_size + self.rank) * batch_size
-        places = range(first, first + batch_size)
-        return np.array([self._order(p // len(self))[p % len(self)] for p in places], dtype=np.int64)
+    def batch_rows(self, batch_size: int, position: int, count: int = 1) -> np.ndarray[Any, Any]:
+        """Return which rows of the cache this rank's micro-batch `position` holds, and the `count - 1` after it."""
+        firsts = (np.arange(position, position + count) * self.world_size + self.rank) * batch_size
+        places = (firsts[:, None] + np.arange(batch_size)).reshape(-1)
+        epochs, places = np.divmod(places, len(self))
+        rows = np.empty(len(places), np.int64)
+        for epoch in np.unique(epochs).tolist():
+            rows[epochs == epoch] = self._order(epoch)[places[epochs == epoch]]
+        return rows
 
     def eval_batches(self, batch_size: int, *, rows: int | None = None) -> Iterator[Batch]:
         """Yield this rank's part of the split, or of its first `rows` rows, once, in order, in batches of one size.
@@ -138,6 +162,8 @@ class KDCacheDataset(Dataset[Batch]):
         chosen = self._rows[:rows]
         step = batch_size * self.world_size
         for start in range(self.rank * batch_size, -(-len(chosen) // step) * step, step):
+            if isinstance(self.path, RemotePath):
+                self._expect(chosen[start : start + batch_size + self.manifest.rows_per_shard])
             picked = chosen[start : start + batch_size]
             missing = batch_size - len(picked)
             batch = self._read(np.concatenate([picked, np.repeat(chosen[:1], missing)]))
@@ -207,9 +233,34 @@ class KDCacheDataset(Dataset[Batch]):
             # Two epochs are enough for a batch that straddles them. RandomState, not Generator: NumPy has
             # frozen its stream, and a position saved today must mean the same rows in years.
             self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1}
-            source = np.random.RandomState([self.seed % 2**32, epoch])
-            self._orders[epoch] = source.permutation(self._rows)
+            self._orders[epoch] = self._shuffled(np.random.RandomState([self.seed % 2**32, epoch]))
         return self._orders[epoch]
+
+    def _shuffled(self, source: np.random.RandomState) -> np.ndarray[Any, Any]:
+        """All rows of the split, as `shuffle_shards` says."""
+        if not self.shuffle_shards:
+            return source.permutation(self._rows)
+        shards = self._rows // self.manifest.rows_per_shard
+        places = np.empty(self.manifest.shard_count, np.int64)
+        places[source.permutation(self.manifest.shard_count)] = np.arange(self.manifest.shard_count)
+        windows = places[shards] // self.shuffle_shards
+        return self._rows[np.lexsort((source.permutation(len(self._rows)), windows))]
+
+    def _expect(self, rows: np.ndarray[Any, Any]) -> None:
+        """Tell the source which shards come next."""
+        shards, firsts = np.unique(rows // self.manifest.rows_per_shard, return_index=True)
+        self._source.expect(shards[np.argsort(firsts)].tolist())
+
+    def _say_what_must_fit(self, disk: DiskCache) -> None:
+        """Warn where the order of rows would fetch shards again and again."""
+        largest = max(shard.bytes for shard in self.manifest.shards)
+        needed = min(2 * self.shuffle_shards or self.manifest.shard_count, self.manifest.shard_count)
+        if (fitting := disk.capacity(largest)) < needed:
+            logger.warning(
+                "the order of rows needs %d shards of %s at a time (%.1f GB), but the disk cache holds %d, so they "
+                "will be fetched many times; raise --disk-cache-gb or set --shuffle-shards to at most %d",
+                needed, self.path, needed * largest / 1e9, fitting, max(1, fitting // 2),
+            )  # fmt: skip
 
     def _split_rows(self, split: Split, eval_fraction: float) -> np.ndarray[Any, Any]:
         rows = np.arange(self.manifest.rows)
@@ -220,7 +271,9 @@ class KDCacheDataset(Dataset[Batch]):
             )
         if split == "all" or (split == "train" and eval_fraction == 0.0):
             return rows
-        fractions = row_fractions(self._source, self.manifest.rows)
+        if self._fractions is None:
+            self._fractions = self._source.fractions()
+        fractions = self._fractions
         is_eval = fractions < eval_fraction
         if eval_fraction:  # a small cache may have no row below: it holds out the lowest
             is_eval[fractions.argmin()] = True
@@ -261,6 +314,6 @@ def _handed_out(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return x.astype(np.int64 if np.issubdtype(x.dtype, np.integer) else np.float32, copy=False)
 
 
-def _check_complete(path: Path, manifest: CacheManifest) -> None:
+def _check_complete(path: Location, manifest: CacheManifest) -> None:
     if not manifest.complete or len(manifest.shards) != manifest.shard_count:
         raise CacheError(what_is_missing(path, manifest))

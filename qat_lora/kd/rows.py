@@ -17,9 +17,11 @@ import numpy as np
 from safetensors.numpy import load as from_safetensors
 
 from qat_lora.errors import CacheError
+from qat_lora.files import file_sizes
 from qat_lora.kd.codec import Array, decoded
 from qat_lora.kd.format import CacheManifest
 from qat_lora.kd.parts import load_manifest, records_in, united
+from qat_lora.kd.shards import by_rows
 from qat_lora.kd.soundness import damaged, shard_fault
 
 TOKENS = ("input_ids", "lengths", "starts")  # starts, where there are any, as a shard has them: a bit each
@@ -60,8 +62,10 @@ class StoredRows:
                 f"{', '.join(map(str, folders))}: {there} of the {self.manifest.shard_count} shards of one cache; give "
                 "the folders of all its parts, or run its build command again, which goes on where it stopped."
             )
+        sizes = {folder: file_sizes(folder) for folder in folders}
         for shard in self.manifest.shards:
-            if fault := shard_fault(self.path(shard.index).parent, self.manifest, shard):
+            folder = self.path(shard.index).parent
+            if fault := shard_fault(folder, self.manifest, shard, sizes[folder]):
                 raise CacheError(fault)
 
     @property
@@ -79,7 +83,7 @@ class StoredRows:
         for index in range(rows.start // each, -(-rows.stop // each)):
             if self._last[0] != index:
                 self._last = (-1, {})  # one shard at a time
-                self._last = (index, decoded(self.manifest, self._load(index)))
+                self._last = (index, decoded(self.manifest, by_rows(self.manifest, self._load(index))))
             inside = slice(max(0, rows.start - index * each), rows.stop - index * each)
             pieces.append({name: x[inside] for name, x in self._last[1].items()})
         return joined(pieces)

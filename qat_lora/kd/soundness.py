@@ -6,24 +6,29 @@ Does not own the record files' own digests (`format`), nor what is done about a 
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from safetensors import SafetensorError, safe_open
+from collections.abc import Mapping
 
 from qat_lora.errors import CacheError
-from qat_lora.files import sha256_file
+from qat_lora.files import file_sizes, sha256_file
 from qat_lora.kd.format import SHARD_KEY, CacheManifest, ShardRecord
 from qat_lora.kd.parts import load_manifest, records_in, united
+from qat_lora.kd.tensor_file import TensorFile
+from qat_lora.remote import Location, location
 
 REBUILD = "restore the file, or delete it and run the build command again to write it anew"
 
 
-def shard_fault(directory: Path, manifest: CacheManifest, shard: ShardRecord) -> str | None:
-    """What is wrong with a recorded shard, as far as its size and header tell; None where nothing is."""
+def shard_fault(
+    directory: Location, manifest: CacheManifest, shard: ShardRecord, sizes: Mapping[str, int]
+) -> str | None:
+    """What is wrong with a recorded shard, as far as its size and header tell; None where nothing is.
+
+    `sizes` are those of the folder's files.
+    """
     path = directory / shard.file
-    if not path.is_file():
+    size = sizes.get(shard.file)
+    if size is None:
         return f"The KD cache lacks its shard {str(path)!r}; restore the file or run the build command again."
-    size = path.stat().st_size
     if size != shard.bytes:
         return f"{str(path)!r} has {size} bytes instead of {shard.bytes} (cut short?); {REBUILD}."
     try:
@@ -38,32 +43,34 @@ def shard_fault(directory: Path, manifest: CacheManifest, shard: ShardRecord) ->
     return None
 
 
-def check_shards(directory: Path, manifest: CacheManifest) -> None:
+def check_shards(directory: Location, manifest: CacheManifest) -> None:
     """Raise CacheError at the first recorded shard that is missing, cut short or foreign."""
+    sizes = file_sizes(directory)
     for shard in manifest.shards:
-        if fault := shard_fault(directory, manifest, shard):
+        if fault := shard_fault(directory, manifest, shard, sizes):
             raise CacheError(fault)
 
 
-def shard_tag_of(path: Path) -> str | None:
+def shard_tag_of(path: Location) -> str | None:
     """What a shard file says of itself; None where it says nothing, CacheError where it is no safetensors file."""
     try:
-        with safe_open(path, framework="np") as file:
-            return (file.metadata() or {}).get(SHARD_KEY)
-    except (SafetensorError, OSError) as error:
+        with TensorFile(path) as file:
+            return file.metadata.get(SHARD_KEY)
+    except (ValueError, KeyError, TypeError, OSError) as error:
         raise CacheError(f"{str(path)!r} is no sound safetensors file ({error}); {REBUILD}.") from None
 
 
-def verify(directory: Path | str) -> CacheManifest:
+def verify(directory: Location | str) -> CacheManifest:
     """Read every byte of a cache, finished or not, and return what its records say together.
 
     Raises CacheError where a byte of a shard or of a record is not the one that was written, naming all shards that
     differ.
     """
-    directory = Path(directory)
+    directory = location(directory)
     load_manifest(directory)  # which has the words for a folder that is no cache
     manifest = united(records_in(directory))  # not the main record alone: a flip in another counts, too
-    quick = [shard_fault(directory, manifest, shard) for shard in manifest.shards]
+    sizes = file_sizes(directory)
+    quick = [shard_fault(directory, manifest, shard, sizes) for shard in manifest.shards]
     faults = [fault or _content_fault(directory, shard) for fault, shard in zip(quick, manifest.shards, strict=True)]
     if len(faults) > 1 and all(faults) and not any(quick):
         raise CacheError(
@@ -76,13 +83,13 @@ def verify(directory: Path | str) -> CacheManifest:
     return manifest
 
 
-def damaged(path: Path, recorded: str, found: str) -> str:
+def damaged(path: Location, recorded: str, found: str) -> str:
     """Say that a shard's digest is not the recorded one."""
     digests = f"sha256 {found[:12]}.. instead of the recorded {recorded[:12]}.."
     return f"{str(path)!r} is damaged: {digests}; {REBUILD}."
 
 
-def _content_fault(directory: Path, shard: ShardRecord) -> str | None:
+def _content_fault(directory: Location, shard: ShardRecord) -> str | None:
     path = directory / shard.file
     found = sha256_file(path)
     return None if found == shard.sha256 else damaged(path, shard.sha256, found)

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from qat_lora.errors import CacheError
 from qat_lora.kd.codec import decoded_levels, decoded_logprobs
 from qat_lora.kd.format import CacheManifest, ShardRecord, ends_name
 from qat_lora.kd.gaps import expected_kl
 from qat_lora.kd.parts import load_manifest
-from qat_lora.kd.shards import Array
 from qat_lora.kd.soundness import check_shards
+from qat_lora.kd.tensor_file import Array, TensorFile
+from qat_lora.remote import Location, location
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,9 @@ class CacheSummary:
     grid_kl: float
 
 
-def summarise(directory: Path | str, *, max_rows: int = 1024) -> CacheSummary:
+def summarise(directory: Location | str, *, max_rows: int = 1024) -> CacheSummary:
     """Read the records of a cache and about `max_rows` of its rows, from every shard; CacheError where that fails."""
-    directory = Path(directory)
+    directory = location(directory)
     manifest = load_manifest(directory)
     if not manifest.shards:
         raise CacheError(f"The KD cache {str(directory)!r} has no finished shard yet; run its build command again.")
@@ -80,7 +79,9 @@ def summarise(directory: Path | str, *, max_rows: int = 1024) -> CacheSummary:
     )
 
 
-def _measures(directory: Path, manifest: CacheManifest, shard: ShardRecord, rows: int) -> tuple[Array, Array, Array]:
+def _measures(
+    directory: Location, manifest: CacheManifest, shard: ShardRecord, rows: int
+) -> tuple[Array, Array, Array]:
     """Kept mass, entropy and grid_kl at T = 1, float64 [P] each, of the valid positions of a shard's first rows."""
     names = {"topk": ("tail", "topk_logprobs"), "sampled": ("entropy",), "full": ("logits",)}[manifest.store]
     has_grid = "largest_gap" in manifest.tensors(1)
@@ -101,13 +102,13 @@ def _measures(directory: Path, manifest: CacheManifest, shard: ShardRecord, rows
     return 1.0 - tail_P, -(np.exp(logp_PK) * logp_PK).sum(-1) - _x_log_x(tail_P), kl_P
 
 
-def _read(directory: Path, shard: ShardRecord, names: tuple[str, ...], rows: int) -> dict[str, Array]:
+def _read(directory: Location, shard: ShardRecord, names: tuple[str, ...], rows: int) -> dict[str, Array]:
     """The first rows of a shard's fields."""
     path = directory / shard.file
     try:
-        with safe_open(path, framework="np") as file:
-            return {name: file.get_slice(name)[:rows] for name in names}
-    except (SafetensorError, OSError) as error:
+        with TensorFile(path) as file:
+            return {name: file.rows(name, 0, rows) for name in names}
+    except (ValueError, KeyError, TypeError, OSError) as error:
         raise CacheError(
             f"{str(path)!r} cannot be read ({error}); restore the file, or delete it and run the build command again."
         ) from None

@@ -19,6 +19,7 @@ from torch import Tensor
 from qat_lora.kd.documents import document_positions
 from qat_lora.kd.draws import drawn_rows, uniforms
 from qat_lora.kd.format import CacheManifest
+from qat_lora.kd.largest import largest
 from qat_lora.kd.writer import CacheWriter
 
 # float16 holds it, exp of it is 0: a token that the teacher forbids (logit -inf) stays a finite number.
@@ -52,7 +53,7 @@ def topk_rows(logits_SV: Tensor, k: int, temperatures: Sequence[float]) -> dict[
         probability at T of all that is not stored.
     """
     logits_SV = logits_SV.float()
-    top_SK, ids_SK = logits_SV.topk(k, dim=-1, sorted=True)
+    top_SK, ids_SK = largest(logits_SV, k)
     lse_Sn = torch.stack([_divided(logits_SV, t).logsumexp(-1) for t in temperatures], dim=-1)
     # k = V has no tail, and rounding must not invent one.
     tails = [

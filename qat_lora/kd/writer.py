@@ -20,8 +20,9 @@ import numpy as np
 from safetensors.numpy import save as to_safetensors
 
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError, DiskFull
-from qat_lora.files import check_writable, write_atomically
+from qat_lora.files import check_writable, file_sizes, write_atomically
 from qat_lora.kd.codec import AS_STORED, encoded
+from qat_lora.kd.fetch import DiskCache
 from qat_lora.kd.format import (
     MANIFEST_NAME,
     SHARD_KEY,
@@ -30,8 +31,9 @@ from qat_lora.kd.format import (
     ShardRecord,
     shard_name,
 )
-from qat_lora.kd.parts import WHOLE, Part, named, record_name, records_in, united, with_shards
+from qat_lora.kd.parts import WHOLE, Part, Record, named, record_name, records_in, united, with_shards
 from qat_lora.kd.soundness import damaged, shard_tag_of
+from qat_lora.remote import Location, RemotePath, location
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class CacheWriter:
     their shards, by rank 0 first.
 
     Args:
-        directory: the folder, which all ranks see.
+        directory: the folder or URL, which all ranks see.
         manifest: what is to be built.
         part: which part of it; the whole takes up the records of parts that it finds, and removes them.
         rank: which of `world_size` writers of this part this one is.
@@ -56,7 +58,7 @@ class CacheWriter:
 
     def __init__(
         self,
-        directory: Path | str,
+        directory: Location | str,
         manifest: CacheManifest,
         *,
         part: Part = WHOLE,
@@ -64,7 +66,7 @@ class CacheWriter:
         world_size: int = 1,
     ) -> None:
         """Write the part's record, or take up what is there if it describes the same cache."""
-        self.directory, self.part, self.rank, self.world_size = Path(directory), part, rank, world_size
+        self.directory, self.part, self.rank, self.world_size = location(directory), part, rank, world_size
         if part.count > manifest.shard_count:
             raise ConfigError(
                 f"A part needs a shard at least, but part={str(part)!r} and the cache has {manifest.shard_count} "
@@ -126,7 +128,7 @@ class CacheWriter:
             shard_name(index), len(self.manifest.shard_rows(index)), len(data), hashlib.sha256(data).hexdigest()
         )
         try:
-            write_atomically(self.directory / record.file, lambda stream: stream.write(data))
+            self._store(record, data)
             manifest = with_shards(self.manifest, (*self.manifest.shards, record), self.part)
             manifest.save(self.directory / record_name(self.part, self.rank if self.world_size > 1 else None))
         except DiskFull:
@@ -153,8 +155,16 @@ class CacheWriter:
             )
         return found
 
+    def _store(self, record: ShardRecord, data: bytes) -> None:
+        """Write a shard's file; on its way to a URL it is kept on the local disk, where training may soon want it."""
+        path = self.directory / record.file
+        if isinstance(path, RemotePath):
+            path.upload(DiskCache().put(path.parent, record, data))
+        else:
+            write_atomically(path, lambda stream: stream.write(data))
+
     @property
-    def _main(self) -> Path:
+    def _main(self) -> Location:
         return self.directory / record_name(self.part)
 
     def _opened(self, wanted: CacheManifest) -> CacheManifest:
@@ -175,7 +185,7 @@ class CacheWriter:
                 f"{str(self.directory)!r} holds a whole cache, finished or not, so part={str(self.part)!r} cannot be "
                 "built there; finish it without --part, or choose another --output."
             )
-        self._refuse_foreign(shards, records[0].manifest if records else wanted)
+        self._refuse_foreign(shards, records, wanted)
         self._remove_leftovers()
         if not any(self._is_ours(record.part) for record in records):
             fresh = dataclasses.replace(wanted, shards=(), complete=False)
@@ -201,7 +211,9 @@ class CacheWriter:
         """Make one record, on disk too, of all records of this part, and of those of its shards that are there."""
         records = [record for record in records_in(self.directory) if self._is_ours(record.part)]
         found = united(records, self.part)
-        found = with_shards(found, [shard for shard in found.shards if self._is_there(shard)], self.part)
+        sizes = file_sizes(self.directory)
+        there = [shard for shard in found.shards if sizes.get(shard.file) == shard.bytes]
+        found = with_shards(found, there, self.part)
         if records[0].path != self._main or records[0].manifest != found:
             found.save(self._main)
         for record in records:  # only now: each of their shards has a record at any moment
@@ -209,7 +221,7 @@ class CacheWriter:
                 record.path.unlink()
         return found
 
-    def _check_same(self, path: Path, found: CacheManifest, wanted: CacheManifest) -> None:
+    def _check_same(self, path: Location, found: CacheManifest, wanted: CacheManifest) -> None:
         if differing := found.differing(wanted):
             shown = ", ".join(f"{name}: there {a!r}, asked for {b!r}" for name, (a, b) in differing.items())
             raise CacheMismatch(
@@ -219,6 +231,8 @@ class CacheWriter:
 
     def _warn_of_little_room(self) -> None:
         """Others may free or fill a disk meanwhile, so this is no error."""
+        if isinstance(self.directory, RemotePath):
+            return
         wanted = (self.rows - self.rows_done) * self.manifest.bytes_per_row
         free = shutil.disk_usage(self.directory).free
         if free < wanted:
@@ -229,14 +243,22 @@ class CacheWriter:
                 _megabytes(wanted),
             )
 
-    def _refuse_foreign(self, files: Sequence[str], ours: CacheManifest) -> None:
-        """Raise CacheMismatch at a shard of another cache; what is no sound file, or not recorded, is written anew."""
-        for path in (self.directory / file for file in files):
+    def _refuse_foreign(self, files: Sequence[str], records: Sequence[Record], wanted: CacheManifest) -> None:
+        """Raise CacheMismatch at a shard of another cache; what is no sound file, or not recorded, is written anew.
+
+        At a URL, where each look costs a request, only files that no record names are looked at.
+        """
+        named = {shard.file for record in records for shard in record.manifest.shards}
+        ours = records[0].manifest if records else wanted
+        for file in files:
+            if file in named and isinstance(self.directory, RemotePath):
+                continue
+            path = self.directory / file
             try:
                 tag = shard_tag_of(path)
             except CacheError:
                 continue
-            if (match := re.fullmatch(r"shard-([0-9]+)", path.stem)) and tag != ours.shard_tag(int(match[1])):
+            if (match := re.match(r"shard-([0-9]+)", file)) and tag != ours.shard_tag(int(match[1])):
                 raise CacheMismatch(
                     f"{str(path)!r} is no shard of the cache that the folder's manifest describes, or of another place "
                     "in it, and is not written over; delete it to have it built, or choose another --output."
@@ -244,10 +266,6 @@ class CacheWriter:
 
     def _is_ours(self, part: Part) -> bool:
         return self.part in (WHOLE, part)
-
-    def _is_there(self, shard: ShardRecord) -> bool:
-        path = self.directory / shard.file
-        return path.is_file() and path.stat().st_size == shard.bytes
 
     def _remove_leftovers(self) -> None:
         """Remove what killed writers of this part were just writing; another part's may be alive."""

@@ -7,7 +7,7 @@ nothing there. `qat_lora.runtime.select` picks the implementation; only `qat_lor
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -143,8 +143,8 @@ class Runtime(Protocol):
     def place(self, model: nn.Module) -> nn.Module:
         """Move a model to the device, frozen parameters in the precision's dtype; parameters and ties are kept."""
 
-    def wrap_loader(self, loader: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-        """Yield the loader's batches on the device."""
+    def wrap_loader(self, loader: Iterable[dict[str, Tensor]]) -> Generator[dict[str, Tensor]]:
+        """Yield the loader's batches on the device, in order; when this is closed, nothing reads in the background."""
 
     def memory(self) -> MemoryUse:
         """Bytes in use."""
@@ -242,6 +242,6 @@ class Alone:
         """Move a batch to the device."""
         return {name: x.to(self.device, non_blocking=True) for name, x in batch.items()}
 
-    def wrap_loader(self, loader: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    def wrap_loader(self, loader: Iterable[dict[str, Tensor]]) -> Generator[dict[str, Tensor]]:
         """Yield the batches on the device."""
         return (self.to_device(batch) for batch in loader)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from qat_lora.errors import ConfigError
 from qat_lora.files import write_atomically
 from qat_lora.runtime.base import Alone, CompiledGraph, MemoryUse, Phase
 from qat_lora.runtime.precision import precision_for
+from qat_lora.runtime.prefetch import prefetched
 
 
 class LocalRuntime(Alone):
@@ -62,6 +63,19 @@ class LocalRuntime(Alone):
     def scan(self, layers: nn.ModuleList, hidden_BTH: Tensor, shared: dict[str, Any]) -> Tensor:
         """Refused: an eager device compiles nothing that a loop would shorten."""
         raise ConfigError(f"scan_layers=True needs torch_xla, but the device is {self.device}; drop --scan-layers.")
+
+    def wrap_loader(self, loader: Iterable[dict[str, Tensor]]) -> Generator[dict[str, Tensor]]:
+        """Read batches ahead in a thread, for CUDA into pinned memory, from which a copy keeps nobody waiting."""
+        with contextlib.closing(prefetched(loader, self._staged)) as batches:
+            for batch in batches:
+                yield self.to_device(batch)
+
+    def _staged(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The batch where the device can copy it from by itself; called by the thread that reads."""
+        if self.device.type != "cuda":
+            return batch
+        torch.cuda.set_device(self.device)  # of this thread, which would begin on GPU 0 otherwise
+        return {name: x.pin_memory() for name, x in batch.items()}
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move a model to the device; ties survive on eager devices."""

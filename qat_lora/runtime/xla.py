@@ -11,7 +11,7 @@ import contextlib
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -224,7 +224,7 @@ class XlaRuntime(Alone):
         self.mark_step("set-up")
         return model
 
-    def wrap_loader(self, loader: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    def wrap_loader(self, loader: Iterable[dict[str, Tensor]]) -> Generator[dict[str, Tensor]]:
         """Read and upload batches in the background.
 
         torch_xla's loader cuts the graph before each batch, so all batches of a step are taken before its first

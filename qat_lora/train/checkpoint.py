@@ -32,7 +32,7 @@ FORMAT = "qat_lora.checkpoint"
 # What may differ between a run and its resumption. Places are compared by what lies there (identity, cache), the rest
 # changes no step that is already done.
 _FREE_ON_RESUME = (
-    *("output", "place", "execution", "model", "cache_dir", "checkpoint", "preset", "preload"),
+    *("output", "place", "execution", "model", "cache_dir", "checkpoint", "preset", "preload", "disk_cache_gb"),
     *("max_steps", "log_every", "eval_every", "save_every", "keep_last"),
     *("batch_size", "accumulation_steps", "global_batch_size"),  # their product over the ranks is compared
 )

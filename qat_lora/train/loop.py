@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -47,10 +48,11 @@ def train(
     runtime.mark_step("set-up")
     for hook in hooks:
         hook.start(state)
-    for info in _steps(state, runtime.wrap_loader(batches), objective, loop, optim, runtime):
-        for hook in hooks:
-            if hook.every and info.step % hook.every == 0:
-                hook.after_step(state, info)
+    with contextlib.closing(runtime.wrap_loader(batches)) as on_device:
+        for info in _steps(state, on_device, objective, loop, optim, runtime):
+            for hook in hooks:
+                if hook.every and info.step % hook.every == 0:
+                    hook.after_step(state, info)
     runtime.barrier("before_final_save")
     for hook in hooks:
         hook.end(state)

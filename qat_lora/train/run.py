@@ -164,7 +164,13 @@ def _open(run: QatRun | RecoveryRun, runtime: Runtime, launch: Launch) -> _Input
         )
     kd, loop = run.kd, run.loop
     cache = KDCacheDataset(
-        run.cache_dir, rank=runtime.rank, world_size=runtime.world_size, preload=loop.preload, seed=loop.seed
+        run.cache_dir,
+        rank=runtime.rank,
+        world_size=runtime.world_size,
+        preload=loop.preload,
+        seed=loop.seed,
+        shuffle_shards=loop.shuffle_shards,
+        disk_cache_gb=loop.disk_cache_gb,
     )
     check_serves(cache.manifest, kd)
     cache.require(temperature=kd.temperature, seq_len=kd.seq_len or None, top_k=kd.top_k or None)

@@ -11,6 +11,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
@@ -108,6 +109,14 @@ def test_preloaded_and_streamed_batches_are_the_same(cache):
     for a, b in zip(take(streamed.batches(3), 9), take(preloaded.batches(3), 9), strict=True):
         assert a.keys() == b.keys()
         assert all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+
+
+def test_any_order_of_rows_is_read_into_that_order(cache):
+    """Rows beside each other in a file are one read, wherever in the batch they go."""
+    streamed, preloaded = (KDCacheDataset(cache, preload=preload)._source for preload in (False, True))
+    for rows in itertools.chain(itertools.permutations(range(7), 4), [(2, 2, 1, 1), (0,), range(7)]):
+        ours, theirs = (source.read(np.array(rows)) for source in (streamed, preloaded))
+        assert all(np.array_equal(ours[name], theirs[name]) for name in theirs), rows
 
 
 def test_preloading_needs_the_files_no_more(cache):
@@ -301,7 +310,7 @@ def test_flipped_bits_are_found_by_preloading_and_by_verify(cache):
 @pytest.mark.parametrize("preload", [False, True])
 def test_ids_beyond_the_vocabulary(cache, name, value, preload):
     path = cache / "shard-00001.safetensors"
-    with shards_module.safe_open(path, framework="np") as f:
+    with safe_open(path, framework="np") as f:
         tag = f.metadata()
     arrays = {k: v.copy() for k, v in load_file(path).items()}
     manifest = load_manifest(cache)

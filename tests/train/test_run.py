@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
 
 from qat_lora import models, presets
+from qat_lora.cli import commands
 from qat_lora.config import AdapterConfig, KDConfig, OptimConfig
 from qat_lora.errors import CheckpointError, ConfigError
 from qat_lora.presets import SCHEMES, scheme
+from qat_lora.remote import location
 from qat_lora.train.checkpoint import load_checkpoint, numbered, save_numbered
 from qat_lora.train.run import run_qat, run_recovery
 from qat_lora.train.student import load_student, round_to_nearest, trained_parameters
@@ -188,3 +191,51 @@ def test_a_run_killed_before_its_last_evaluation_is_finished_by_resuming(tmp_pat
     assert (result.state.evaluated_step, result.state.step) == (3, 3)
     assert load_checkpoint(result.best)["metrics"]["step"] == result.state.best_step
     assert whole.state.evaluated_step == 6
+
+
+class _Failing:
+    every = 1
+
+    def start(self, state) -> None:
+        pass
+
+    def after_step(self, state, info) -> None:
+        raise RuntimeError("a hook fails")
+
+    def end(self, state) -> None:
+        pass
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_when_a_run_ends_no_thread_reads_on(tmp_path, cache_dir, runtime, fails) -> None:
+    def reading() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name == "qat_lora-prefetch"]
+
+    if fails:
+        with pytest.raises(RuntimeError, match="a hook fails") as caught:  # and with it all frames of the run
+            run_qat(qat_run(cache_dir, tmp_path / "qat"), runtime, hooks=[_Failing()])
+        assert caught.traceback and not reading()
+    else:
+        run_qat(qat_run(cache_dir, tmp_path / "qat"), runtime)
+        assert not reading()
+
+
+def test_the_command_builds_at_a_url_what_it_builds_in_a_folder(tmp_path, teacher_dir, text_file, monkeypatch) -> None:
+    monkeypatch.setenv("QAT_LORA_CACHE_HOME", str(tmp_path / "home"))
+    for place in (tmp_path / "here", location(f"file://{tmp_path}/there")):
+        commands.cache(cache_run(teacher_dir, text_file, place, max_rows=20, rows_per_shard=8))
+    here, there = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("here", "there"))
+    assert here == there and len(here) == 4
+
+
+def test_a_cache_at_a_url_trains_the_same_student(tmp_path, cache_dir, runtime, monkeypatch) -> None:
+    monkeypatch.setenv("QAT_LORA_CACHE_HOME", str(tmp_path / "home"))
+    url = location(f"file://{cache_dir}")
+    loop = {"preload": False, "max_steps": 3}
+    tensors = [
+        load_checkpoint(run_qat(qat_run(place, tmp_path / name, loop=loop), runtime).best)["tensors"]
+        for name, place in (("here", cache_dir), ("there", url))
+    ]
+    assert all(torch.equal(tensors[1][name], x) for name, x in tensors[0].items())
+    record = json.loads((tmp_path / "there" / "run.json").read_text())
+    assert record["config"]["cache_dir"] == f"file://{cache_dir}"
