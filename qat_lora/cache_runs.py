@@ -16,6 +16,11 @@ from qat_lora.source import SourceConfig
 
 DeviceMap = Literal["none", "auto"]
 QuantizeTeacher = Literal["none", "8bit", "4bit"]
+LOGPROB_BITS = (4, 5, 6, 7, 8, 16, 32)
+MOST_SAMPLES = 1024  # of which 256 positions at once take half a gigabyte
+_OF_STORE = {
+    "topk": ("top_k", "logprob_bits"), "sampled": ("samples", "proposal_temperature", "sampling_seed"), "full": ()
+}  # fmt: skip
 StoredTail = Literal["estimated", "none"]
 
 
@@ -46,7 +51,7 @@ class CacheRun:
     store: Store = setting("topk", "top-k and the mass of the rest; unbiased draws; or all logits, for tests")
     top_k: int = setting(64, "teacher candidates per position, with --store topk")
     logprob_bits: int = setting(5, "of a candidate's log-probability: 4 to 8 on a grid, 16 or 32 as a float")
-    samples: int = setting(50, "draws per position, with --store sampled; about a fourth are distinct")
+    samples: int = setting(50, "draws per position, with --store sampled; about a fourth to a half are distinct")
     proposal_temperature: float = setting(1.0, "at which tokens are drawn; other than 1 takes weights, 0.8 to 1.2 help")
     sampling_seed: int = setting(0, "of the draws")
     temperatures: tuple[float, ...] = setting((1.0,), "temperatures that the cache can serve")
@@ -64,7 +69,12 @@ class CacheRun:
         check_range(self, "seq_len", at_least=2)
         check_range(self, "max_rows", at_least=0)
         check_range(self, "proposal_temperature", above=0.0)
-        check_range(self, "sampling_seed", at_least=0)
+        check_range(self, "samples", at_most=MOST_SAMPLES)
+        check_range(self, "sampling_seed", at_least=0, below=2**63)
+        if self.logprob_bits not in LOGPROB_BITS:
+            raise ConfigError(
+                f"logprob_bits={self.logprob_bits} is unknown; choose one of {', '.join(map(str, LOGPROB_BITS))}."
+            )
         if not self.temperatures or any(not 0 < t < math.inf for t in self.temperatures):
             raise ConfigError(f"temperatures must be positive, but temperatures={self.temperatures}; use 1.0.")
         number, count = self.part_of
@@ -77,6 +87,16 @@ class CacheRun:
                 f"max_memory={','.join(self.max_memory)} bounds what --device-map takes, but device_map=none; add "
                 "--device-map auto."
             )
+
+    def check_store(self) -> None:
+        """Raise ConfigError where something is set that is another store's."""
+        for store, names in _OF_STORE.items():
+            for name in names if store != self.store else ():
+                if (value := getattr(self, name)) != getattr(CacheRun, name):
+                    raise ConfigError(
+                        f"{name}={value} is of --store {store}, but store={self.store!r}; leave out "
+                        f"--{name.replace('_', '-')} or give --store {store}."
+                    )
 
     @property
     def part_of(self) -> tuple[int, int]:

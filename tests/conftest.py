@@ -115,7 +115,9 @@ def make_teacher(folder: Path, text_file: Path, *, seed: int) -> Path:
 
 
 def cache_run(teacher: Path, text: Path, output: Path, **settings) -> CacheRun:
-    defaults = {"seq_len": SEQ_LEN, "temperatures": (1.0, 2.0), "rows_per_shard": 16, "top_k": 8, "place": CPU}
+    defaults = {"seq_len": SEQ_LEN, "temperatures": (1.0, 2.0), "rows_per_shard": 16, "place": CPU}
+    if settings.get("store", "topk") == "topk":
+        defaults["top_k"] = 8
     return CacheRun(teacher=str(teacher), data=str(text), output=output, **(defaults | settings))
 
 

@@ -54,6 +54,7 @@ log = logging.getLogger(__name__)
 def cache(run: CacheRun) -> CacheManifest:
     """Build the KD cache of a text, or one part of it, or go on with one that was interrupted."""
     check_source(run.data, run.source)
+    run.check_store()
     folder = run.output if isinstance(run.output, Path) else None  # compiled programs stay on this machine
     runtime = runtime_for(run.place, folder=folder, many=True)
     if runtime.rank == 0:  # another rank's would see, and remove, a folder that is made at this moment
@@ -70,7 +71,7 @@ def cache(run: CacheRun) -> CacheManifest:
     with runtime.first("data_download"):
         fetch_source(run.data, run.source)
     blocks = _blocks(run, loaded, run.max_rows or None)
-    manifest = _manifest(run, loaded.identity, blocks)
+    manifest = _manifest(run, loaded.identity, blocks, runtime.precision.compute)
     if not runtime.agree(lambda: _build_digest(run, manifest, runtime)):
         raise CacheMismatch(
             f"the ranks would not build the same cache in {run.output}: their settings, texts or teachers differ; give "
@@ -156,13 +157,14 @@ def _check_teacher(model: nn.Module, placement: Placement | None) -> None:
         ) from error
 
 
-def _manifest(run: CacheRun, identity: models.Identity, blocks: Blocks) -> CacheManifest:
+def _manifest(run: CacheRun, identity: models.Identity, blocks: Blocks, compute: torch.dtype) -> CacheManifest:
     return CacheManifest(
         teacher=identity.name,
         teacher_digest=identity.weights,
         tokenizer_digest=identity.tokenizer,
         vocab_size=identity.vocab_size,
         tokenizer_size=identity.tokenizer_size,
+        teacher_dtype=str(compute).removeprefix("torch."),
         seq_len=run.seq_len,
         rows=len(blocks.input_ids_RT),
         source=source_words(run.data, run.source),

@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         args, unknown = _parser().parse_known_args(argv)
         if unknown:
             args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        _check_order(args, list(sys.argv[1:] if argv is None else argv))
         _start_logging(quiet=args.quiet or args.command == "demo")  # its bars say enough
         if getattr(args, "num_chips", None) is not None:
             return _on_chips(args, list(sys.argv[1:] if argv is None else argv))
@@ -52,6 +53,13 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("qat-lora: interrupted; run the command again to go on (qat and recover: with --resume)", file=sys.stderr)
         return 130
+
+
+def _check_order(args: argparse.Namespace, argv: list[str]) -> None:
+    """Raise ConfigError where flags stand before an act, whose own defaults would go before them without a word."""
+    act = getattr(args, "about", None)
+    if act is not None and argv[1] != act:
+        raise ConfigError(f"{argv[1]} stands before {act!r}; write qat-lora {args.command} {act} and then the flags.")
 
 
 def _of_rank() -> str:

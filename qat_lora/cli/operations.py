@@ -17,7 +17,7 @@ _Act = Callable[[argparse.Namespace], None]
 
 def add_operations(command: argparse.ArgumentParser, add_common: Callable[[argparse.ArgumentParser], None]) -> None:
     """Add the acts below `qat-lora cache`, beside its building of one."""
-    about = command.add_subparsers(dest="about", metavar="", parser_class=Parser)
+    about = command.add_subparsers(dest="about", metavar="ACT", parser_class=Parser)
     text = "What a cache holds: bytes per token, kept mass, entropy, source; its files' digests with --verify."
     info = about.add_parser("info", help=text, description=text)
     info.set_defaults(parser=info)
@@ -47,9 +47,10 @@ def _info(args: argparse.Namespace) -> None:
     from qat_lora.kd import summarise, verify
 
     directory = location(args.directory)
+    manifest = verify(directory) if args.verify else None  # first, since it names all that is damaged
     rich_print(cache_table(directory, summarise(directory)))
-    if args.verify:
-        print(f"{directory}: {len(verify(directory).shards)} shards, every byte as recorded")
+    if manifest is not None:
+        print(f"{directory}: {len(manifest.shards)} shards, every byte as recorded")
 
 
 def _merge(args: argparse.Namespace) -> None:

@@ -42,23 +42,22 @@ def uniforms(seed: int, rows: range, seq_len: int, count: int) -> Array:
     return (np.stack(bits) >> np.uint64(40)).astype(np.float32).reshape(-1, seq_len, count) * np.float32(2.0**-24)
 
 
-def draw(logits_SV: Tensor, uniforms_S: Tensor, samples: int, temperature: float) -> Tensor:
-    """Draw `samples` tokens of each row from softmax(logits / temperature): int64 [S, N], ascending.
+def draw(p_SV: Tensor, uniforms_S: Tensor, samples: int) -> Tensor:
+    """Draw `samples` tokens of each row from its probabilities float32: int64 [S, N], ascending.
 
     Found in two steps, the block of the vocabulary and the token in it: all shapes are fixed, nothing is sorted, and
     cumulative sums stay short, so that they are exact to some 1e-7.
     """
-    p_SV = F.softmax(logits_SV.float() / temperature, dim=-1)
     padding = -p_SV.shape[-1] % BLOCK_TOKENS
     within_SJC = F.pad(p_SV, (0, padding)).unflatten(-1, (-1, BLOCK_TOKENS)).cumsum(-1)
     ends_SJ = within_SJC[..., -1].cumsum(-1)
-    shares_N = torch.arange(samples, device=logits_SV.device, dtype=torch.float32)
+    shares_N = torch.arange(samples, device=p_SV.device, dtype=torch.float32)
     # below the whole, whatever rounding makes of it
     points_SN = (shares_N + uniforms_S[:, None]).div(samples).clamp(max=1.0 - 2.0**-24) * ends_SJ[:, -1:]
     block_SN = (ends_SJ[:, None, :] <= points_SN[..., None]).sum(-1)
     begins_SJ = F.pad(ends_SJ, (1, 0))[:, :-1]
     rest_SN1 = (points_SN - begins_SJ.gather(-1, block_SN))[..., None]
-    first_S1 = torch.arange(len(logits_SV), device=logits_SV.device)[:, None] * ends_SJ.shape[1]
+    first_S1 = torch.arange(len(p_SV), device=p_SV.device)[:, None] * ends_SJ.shape[1]
     chosen_SNC = within_SJC.flatten(0, 1).index_select(0, (first_S1 + block_SN).flatten()).unflatten(0, block_SN.shape)
     # the second is the last token of the block that has a probability at all
     place_SN = torch.minimum((chosen_SNC <= rest_SN1).sum(-1), (chosen_SNC < chosen_SNC[..., -1:]).sum(-1))
@@ -83,9 +82,11 @@ def drawn_rows(
         draws the last one's ratio is kept.
     """
     logits_SV = logits_SV.float()
-    ids_SN = draw(logits_SV, chance[:, 0], samples, proposal)
     logp = {t: F.log_softmax(logits_SV / t, dim=-1) for t in dict.fromkeys((proposal, *temperatures))}
-    entropies = [torch.special.entr(logp[t].exp()).sum(-1) for t in temperatures]  # 0 where p is 0
+    p = {t: x.exp() for t, x in logp.items()}
+    ids_SN = draw(p[proposal], chance[:, 0], samples)
+    # where p is 0 its logarithm may be -inf, and their product is none
+    entropies = [-(p[t] * logp[t].clamp(min=-1e4)).sum(-1) for t in temperatures]
     of_draws = {t: x.gather(-1, ids_SN) for t, x in logp.items()}
     ratios = [of_draws[t] - of_draws[proposal] for t in temperatures if t != proposal]
     found = {"draw_ids": ids_SN, "entropy": torch.stack(entropies, dim=-1)}
@@ -130,4 +131,6 @@ def runs_of(runs_RP: Array, seq_len: int, samples: int) -> Array:
 def from_runs(run_RX: Array, packed_RP: Array, id_bits: int) -> Array:
     """The draws' tokens int64 [R, T * N], from the bytes of each row's tokens, filled up to the longest."""
     count = int(run_RX[:, -1].max()) + 1
+    if -(-count * id_bits // 8) != packed_RP.shape[1]:
+        raise ValueError(f"{count} runs of {id_bits} bits in {packed_RP.shape[1]} bytes")
     return np.take_along_axis(unpack(packed_RP, id_bits, count).astype(np.int64), run_RX, axis=1)

@@ -76,6 +76,7 @@ class CacheManifest:
         teacher_digest: digest of the teacher's weights, with ":8bit" or ":4bit" behind it where they were quantised.
         tokenizer_digest: digest of the tokenizer.
         vocab_size: V, the width of the teacher's logits.
+        teacher_dtype: in which the teacher computed, such as float32; empty where that is not known.
         tokenizer_size: the tokenizer's greatest id + 1; ids from there up to V are padding. 0 where it is not known.
         seq_len: T, tokens per row.
         rows: rows of the finished cache.
@@ -119,6 +120,7 @@ class CacheManifest:
     sorted: bool = True
     packing: Packing = "stream"
     tokenizer_size: int = 0
+    teacher_dtype: str = ""
     shards: tuple[ShardRecord, ...] = ()
     complete: bool = False
     schema: str = SCHEMA

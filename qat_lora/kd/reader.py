@@ -286,7 +286,14 @@ class KDCacheDataset(Dataset[Batch]):
         return chosen
 
     def _read(self, rows: np.ndarray[Any, Any]) -> Batch:
-        arrays = decoded(self.manifest, self._source.read(rows))
+        tensors = self._source.read(rows)
+        try:
+            arrays = decoded(self.manifest, tensors)
+        except (ValueError, IndexError) as error:
+            raise CacheError(
+                f"A row of {rows.tolist()[:8]} of {str(self.path)!r} is damaged ({error}); `qat-lora cache info "
+                "--verify` names the file."
+            ) from None
         arrays = {name: x for name, x in arrays.items() if name not in AS_STORED}
         arrays["length"] = arrays.pop("lengths")
         self._check_ids("input_ids", arrays["input_ids"], rows, self.vocab_size)

@@ -147,9 +147,11 @@ class ShardFiles:
                 ends = file.rows(ends_name(name), max(0, first - 1), len(where) + (first > 0)).tolist()
                 begin, *ends = ends if first > 0 else [0, *ends]
                 data, at = file.rows(name, begin, ends[-1] - begin), begin
+                if sorted([begin, *ends]) != [begin, *ends]:
+                    raise ValueError(f"{ends_name(name)} does not ascend")
                 for place, end in zip(where.tolist(), ends, strict=True):
                     found[place], at = data[at - begin : end - begin], end
-        except (ValueError, KeyError, OSError) as error:
+        except (ValueError, KeyError, OverflowError, MemoryError, OSError) as error:
             raise CacheError(f"{str(file.path)!r} cannot be read ({error}); {REBUILD}.") from error
 
     def _file(self, index: int) -> TensorFile:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qat_lora.errors import ModelError
 from qat_lora.kd.documents import document_positions
 from qat_lora.kd.draws import drawn_rows, uniforms
 from qat_lora.kd.format import CacheManifest
@@ -123,8 +124,8 @@ def build_cache(
             mark_step()
             for name, x_S in stored.items():
                 # The only host read of the loop: results go to the array that becomes the shard.
-                x_BT = x_S.cpu().unflatten(0, (batch_size, manifest.seq_len))
-                arrays[name][batch] = x_BT[: batch.stop - batch.start].numpy()
+                arrays[name][batch] = x_S.cpu().unflatten(0, (batch_size, -1))[: batch.stop - batch.start].numpy()
+                _check_numbers(name, arrays[name][batch], rows[batch])
             if progress is not None:
                 progress(done + batch.stop, total)
         done += len(rows)
@@ -132,6 +133,16 @@ def build_cache(
         meet()
     for _ in range(writer.rounds - len(own)):  # the last round has no shard for this rank
         meet()
+
+
+def _check_numbers(name: str, x_BT: np.ndarray[Any, Any], rows: range) -> None:
+    """Raise ModelError where the teacher computes no numbers: a student would learn nonsense in silence."""
+    if name in ("lse", "entropy", "logits") and np.isnan(x_BT).any():
+        place = np.argwhere(np.isnan(x_BT))[0]
+        raise ModelError(
+            f"The teacher's logits are NaN at row {rows[int(place[0])]}, position {place[1]}; use --dtype fp32, or "
+            "another teacher."
+        )
 
 
 def _check_rows(blocks: TokenRows, manifest: CacheManifest) -> None:

@@ -33,8 +33,8 @@ def without_ids_from(vocab_size: int, batch: dict[str, Array], temperatures: Seq
     in for. Where the candidates would be the whole of the smaller vocabulary, K becomes `vocab_size`, there is no tail,
     and `targets` shares the padding's probability among them in proportion.
 
-    Draws in the padding become draws among the position's others, in turn, so that their share is divided in
-    proportion; full logits are cut off.
+    Draws in the padding become others of the position's, taken evenly, so that their share is divided in proportion;
+    the entropy stays the teacher's over its own vocabulary. Full logits are cut off.
 
     Args:
         vocab_size: V of the student.
@@ -79,7 +79,10 @@ def _other_draws(vocab_size: int, batch: dict[str, Array]) -> dict[str, Array]:
         ids_BTN.shape[-1],
         (ids_BTN < vocab_size).sum(-1, keepdims=True),
     )  # ascending: those at the front
-    place_BTN = np.arange(samples) % np.maximum(kept_BT1, 1)
+    few_BT1, more_BT1 = np.maximum(kept_BT1, 1), np.maximum(samples - kept_BT1, 1)
+    # the others evenly, from a place on that is as good as any: their share is divided in proportion
+    turn_BTN = (np.arange(samples) - kept_BT1) * few_BT1 // more_BT1 + ids_BTN.sum(-1, keepdims=True)
+    place_BTN = np.where(np.arange(samples) < kept_BT1, np.arange(samples), turn_BTN % few_BT1)
     # of a position that drew padding alone nothing is known; the last id is as good as any
     found = {"draw_ids": np.minimum(np.take_along_axis(ids_BTN, place_BTN, axis=-1), vocab_size - 1)}
     if "draw_ratios" in batch:

@@ -299,3 +299,25 @@ def test_a_folder_that_may_not_be_written(build, said, cache, tmp_path, monkeypa
         refused(said("cache", "convert", cache, "--output", tmp_path / "o"), "cannot be written (Permission denied)")
         assert contents(tmp_path) == before
     assert said("cache", "info", cache, "--verify")[0] == 0
+
+
+def test_flags_before_an_act_are_refused(tmp_path, capsys) -> None:
+    assert main(["cache", "--output", str(tmp_path / "o"), "convert", str(tmp_path)]) == 2
+    assert (
+        "--output stands before 'convert'; write qat-lora cache convert and then the flags" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--store", "sampled", "--top-k", "9"], "top_k=9 is of --store topk, but store='sampled'"),
+        (["--samples", "9"], "samples=9 is of --store sampled, but store='topk'"),
+        (["--logprob-bits", "9"], "logprob_bits=9 is unknown"),
+        (["--store", "sampled", "--sampling-seed", str(2**63)], "sampling_seed must be below"),
+        (["--store", "sampled", "--samples", "100000"], "samples must be at most 1024"),
+    ],
+)
+def test_settings_of_a_store_are_checked_before_the_teacher_is_loaded(tmp_path, capsys, flags, words) -> None:
+    assert main(["cache", "--teacher", "nowhere", "--output", str(tmp_path / "c"), *flags]) == 2
+    assert words in capsys.readouterr().err

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
+from qat_lora.errors import CacheError, ModelError
 from qat_lora.kd import KDCacheDataset, SampledTarget, SparseTarget, sampled_kl, sparse_kl, targets
 from qat_lora.kd.codec import decoded, encoded
 from qat_lora.kd.draws import draw, drawn_rows, ratio_of, run_ends, uniforms
@@ -34,7 +37,7 @@ def ends_by_hand(z_V: np.ndarray, temperature: float) -> np.ndarray:
 def test_draws_lie_where_the_cumulative_probability_says(samples, temperature) -> None:
     z_SV = logits_of()
     u_S = torch.tensor([0.37, 0.3, 0.999, 1.0 - 2.0**-24, 0.5, 0.123])
-    found_SN = draw(z_SV, u_S, samples, temperature)
+    found_SN = draw((z_SV / temperature).softmax(-1), u_S, samples)
     assert found_SN.shape == (6, samples) and found_SN.dtype == torch.int64
     for ids_N, z_V, u in zip(found_SN.numpy(), z_SV.double().numpy(), u_S.tolist(), strict=True):
         assert ids_N.tolist() == sorted(ids_N)
@@ -47,7 +50,7 @@ def test_draws_lie_where_the_cumulative_probability_says(samples, temperature) -
 @pytest.mark.parametrize("vocab_size", [1, 3, 511, 512, 513])
 def test_any_vocabulary(vocab_size) -> None:
     z_SV = logits_of(40)[3:, :vocab_size]
-    found_SN = draw(z_SV, torch.linspace(0, 1 - 2.0**-24, len(z_SV)), 9, 1.0)
+    found_SN = draw(z_SV.softmax(-1), torch.linspace(0, 1 - 2.0**-24, len(z_SV)), 9)
     assert found_SN.min() >= 0 and found_SN.max() < vocab_size
 
 
@@ -56,7 +59,7 @@ def test_a_count_is_off_by_less_than_one() -> None:
     p_SV = z_SV.softmax(-1)
     for u in torch.rand(20, generator=torch.Generator().manual_seed(1)).tolist():
         counts_SV = torch.zeros_like(p_SV).scatter_add(
-            -1, draw(z_SV, torch.full((6,), u), samples, 1.0), torch.ones(6, samples)
+            -1, draw(p_SV, torch.full((6,), u), samples), torch.ones(6, samples)
         )
         assert (counts_SV - samples * p_SV).abs().max() < 1 + 1e-4
 
@@ -268,3 +271,26 @@ def test_the_sampled_loss_is_its_formula(temperature) -> None:
     np.testing.assert_allclose(found_SV.numpy(), grad_SV, atol=1e-6)
     apart = sampled_kl(u, target, torch.tensor(mask_S), temperature=temperature, picked_SN=u.gather(-1, target.ids_SN))
     assert apart.total.item() == pytest.approx(total, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["draw_ids_ends", "draw_runs"])
+@pytest.mark.parametrize("preload", [False, True])
+def test_a_damaged_row_is_an_error_that_names_the_cache(tmp_path, name, preload) -> None:
+    """The values of a shard are compared with nothing while it is streamed; what cannot be read is said."""
+    build(tmp_path, rows=3, store="sampled", samples=8, temperatures=(1.0,))
+    path = tmp_path / "shard-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    begin, end = json.loads(data[8:start])[name]["data_offsets"]
+    data[start + begin : start + end] = bytes([255]) * (end - begin)
+    path.write_bytes(data)
+    with pytest.raises(CacheError, match=str(tmp_path)):
+        next(KDCacheDataset(tmp_path, preload=preload).batches(3))
+
+
+@pytest.mark.parametrize("store", [{"store": "sampled", "samples": 4}, {"store": "full"}, {}])
+def test_a_teacher_that_computes_no_numbers_is_refused(tmp_path, store) -> None:
+    teacher = TinyTeacher()
+    teacher.head.weight_VH[3] = torch.nan
+    with pytest.raises(ModelError, match="logits are NaN at row 0, position 0"):
+        build(tmp_path, teacher=teacher, **store)

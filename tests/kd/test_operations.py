@@ -334,3 +334,30 @@ def test_a_build_may_finish_what_a_split_has_copied(tmp_path, whole):
     (part, _), _ = split_parts(whole, tmp_path / "s", 2)
     run(writer_of(part))
     assert contents(part) == contents(whole)
+
+
+SAMPLED = {"store": "sampled", "samples": 8}
+
+
+@pytest.mark.parametrize(
+    "changes", [SAMPLED, SAMPLED | {"proposal_temperature": 0.8}, {"store": "full"}, {"logprob_bits": 5}]
+)
+def test_rows_of_every_store_are_moved_bit_for_bit(tmp_path, changes):
+    """Split and merged, or into shards of another size and back: the same bytes."""
+    build(tmp_path / "c", rows=ROWS, **changes)
+    before = shards_of(tmp_path / "c")
+    split_rows(tmp_path / "c", tmp_path / "two", 5)
+    merge([tmp_path / "two" / "first", tmp_path / "two" / "rest"], tmp_path / "m")
+    assert shards_of(tmp_path / "m") == before
+    convert(tmp_path / "c", tmp_path / "by_two", rows_per_shard=2)
+    assert shards_of(tmp_path / "by_two") != before
+    convert(tmp_path / "by_two", tmp_path / "back", rows_per_shard=3)
+    assert shards_of(tmp_path / "back") == before
+
+
+def test_fewer_candidates_of_a_grid_keep_their_levels(tmp_path):
+    build(tmp_path / "c", rows=ROWS, logprob_bits=5)
+    convert(tmp_path / "c", tmp_path / "few", top_k=3)
+    whole, few = (StoredRows([tmp_path / name]).fields(range(ROWS)) for name in ("c", "few"))
+    assert np.array_equal(few["levels"], whole["levels"][..., :2])
+    assert np.array_equal(few["largest_gap"], whole["largest_gap"])

@@ -8,6 +8,7 @@ import torch
 
 from qat_lora.errors import CacheError, CacheMismatch
 from qat_lora.kd import KDCacheDataset, differ_in_padding, targets, topk_rows
+from qat_lora.kd.draws import draw
 from qat_lora.kd.vocabulary import without_ids_from
 from tests.kd.conftest import VOCAB, blocks_of, build, manifest_of
 
@@ -110,6 +111,20 @@ def test_draws_of_padding_become_others_of_their_position() -> None:
     ids_BTN = np.array([[[1, 5, 5, 20], [19, 20, 22, 22], [20, 21, 22, 23], [0, 1, 2, 3]]])
     given = {"draw_ids": ids_BTN, "draw_ratios": (ids_BTN * 2)[..., None]}
     found = without_ids_from(20, given, TEMPERATURES)
-    assert found["draw_ids"].tolist() == [[[1, 5, 5, 1], [19, 19, 19, 19], [19, 19, 19, 19], [0, 1, 2, 3]]]
-    assert found["draw_ratios"][0, 0, :, 0].tolist() == [2, 10, 10, 2], "each with its own weight"
+    assert found["draw_ids"].tolist() == [[[1, 5, 5, 5], [19, 19, 19, 19], [19, 19, 19, 19], [0, 1, 2, 3]]]
+    assert found["draw_ratios"][0, 0, :, 0].tolist() == [2, 10, 10, 10], "each with its own weight"
     assert without_ids_from(3, {"logits": np.arange(5.0)[None]}, TEMPERATURES)["logits"].tolist() == [[0, 1, 2]]
+
+
+def test_the_share_of_padding_is_divided_in_proportion() -> None:
+    """Even draws of 12 ids, of which the student has 9: each is drawn as often as the others."""
+    u_S = torch.rand(4000, generator=torch.Generator().manual_seed(0))
+    # another order of the ids at each position, so that no id is at the same place everywhere
+    order = torch.stack([torch.randperm(300, generator=torch.Generator().manual_seed(n))[:12] for n in range(4000)])
+    places_SN = draw(torch.full((4000, 12), 1 / 12), u_S, 7)
+    ids_SN = order.sort(-1).values.gather(-1, places_SN).numpy()
+    found = without_ids_from(225, {"draw_ids": ids_SN[None]}, TEMPERATURES)["draw_ids"]
+    counts = np.bincount(found.ravel(), minlength=300)
+    assert counts[225:].sum() == 0
+    low, high = counts[:112].sum(), counts[112:224].sum()
+    assert abs(low / high - 1) < 0.03, "low ids and high ones alike"
