@@ -4,7 +4,7 @@ A gap is stored as the square root of its share of the position's largest gap, o
 gaps, which lie where the probabilities do, are finest. Each gap is taken from where the one before it was put, so
 errors do not add up. What the candidates sum to is stored beside them (`tail`), so nothing else is needed.
 
-Legend: R rows, T positions of a row, K candidates.
+Legend: R rows, T positions of a row, S = R * T, K candidates.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ def to_gaps(logprobs_RTK: Array, bits: int) -> tuple[Array, Array]:
 
     `bits` is at most 8. With one candidate there are no gaps, and the largest is 0.
     """
-    best_RT1 = logprobs_RTK[..., :1].astype(np.float64)
-    wanted_RTK = np.minimum(best_RT1 - logprobs_RTK, DEEPEST)
-    gaps = np.diff(wanted_RTK, axis=-1)
-    largest_RT = (gaps.max(-1) if gaps.shape[-1] else best_RT1[..., 0] * 0).astype(np.float16)
-    scale_RT = largest_RT.astype(np.float64)
-    share_RT = np.divide(1.0, scale_RT, out=np.zeros_like(scale_RT), where=scale_RT > 0)
-    levels, halfway = _levels(bits), _halfway(bits)
-    codes = np.empty(gaps.shape, np.uint8)
-    reached_RT = np.zeros_like(scale_RT)
-    for k in range(gaps.shape[-1]):
-        codes[..., k] = np.searchsorted(halfway, (wanted_RTK[..., k + 1] - reached_RT) * share_RT)
-        reached_RT += scale_RT * levels[codes[..., k]]
-    return codes, largest_RT
+    rows, length, count = logprobs_RTK.shape
+    way_KS = np.ascontiguousarray(logprobs_RTK.reshape(-1, count).T, dtype=np.float64)  # candidate by candidate
+    way_KS = np.minimum(way_KS[0] - way_KS, DEEPEST)
+    largest_S = np.diff(way_KS, axis=0).max(0, initial=0.0).astype(np.float16)
+    top = 2**bits - 1
+    unit_S = largest_S.astype(np.float64) / top**2  # level c stands for c^2 of them
+    share_S = np.divide(1.0, unit_S, out=np.zeros_like(unit_S), where=unit_S > 0)
+    codes_KS = np.empty((count - 1, way_KS.shape[1]), np.uint8)
+    reached_S = np.zeros_like(unit_S)
+    for codes_S, way_S in zip(codes_KS, way_KS[1:], strict=True):
+        # halfway between c - 1 and c lies c^2 - c + 1/2, so the nearest level to x is floor(sqrt(x - 1/4) + 1/2)
+        level_S = np.sqrt(np.maximum((way_S - reached_S) * share_S - 0.25, 0.0))
+        level_S = np.minimum(np.floor(level_S + 0.5), top)
+        codes_S[:] = level_S
+        reached_S += level_S * level_S * unit_S
+    return np.ascontiguousarray(codes_KS.T).reshape(rows, length, -1), largest_S.reshape(rows, length)
 
 
 def from_gaps(codes: Array, largest_RT: Array, bits: int, tail_RT: Array) -> Array:
@@ -70,9 +73,3 @@ def expected_kl(codes: Array, largest_RT: Array, bits: int, logprobs_RTK: Array)
 def _levels(bits: int) -> Array:
     """Shares of the largest gap, one per code."""
     return np.linspace(0.0, 1.0, 2**bits) ** 2
-
-
-def _halfway(bits: int) -> Array:
-    """Between each level and the next: a share up to here is nearest to the lower one."""
-    levels = _levels(bits)
-    return (levels[1:] + levels[:-1]) / 2
