@@ -112,10 +112,11 @@ def identify(name: str) -> Identity:
     tokenizer = load_tokenizer(folder)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        vocab_size = config.get_text_config().vocab_size  # as in `load`: a composite model's own config has none
     except _UNREADABLE as error:
         raise ModelError(f"no config.json can be read in {folder} ({_first_line(error)}); add the model's.") from None
     size = tokenizer_size(tokenizer)
-    return Identity(name, weights_digest(folder), tokenizer_digest(tokenizer), config.vocab_size, size)
+    return Identity(name, weights_digest(folder), tokenizer_digest(tokenizer), vocab_size, size)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

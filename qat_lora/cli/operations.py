@@ -129,6 +129,7 @@ def _teacher(run: ConvertRun, folder: Path) -> dict[str, Any]:
         "teacher_digest": identity.weights,
         "tokenizer_digest": identity.tokenizer,
         "vocab_size": identity.vocab_size,
+        "tokenizer_size": identity.tokenizer_size,
     }
 
 

@@ -54,6 +54,7 @@ def convert_older(
     teacher_digest: str,
     tokenizer_digest: str,
     vocab_size: int,
+    tokenizer_size: int = 0,
     estimate_tail: bool = True,
     top_k: int = 0,
     temperatures: tuple[float, ...] = (),
@@ -66,6 +67,7 @@ def convert_older(
     A row keeps the positions of which there is a prediction: T = L - 1 where the last one was dropped. With
     `estimate_tail` the log-sum-exp is estimated from the samples, else it is that of the candidates alone, which makes
     every candidate too probable. The manifest says which (`normalizer`), its `source` how good the estimate is.
+    `tokenizer_size` is the tokenizer's greatest id + 1, 0 where it is not known.
 
     Raises CacheError where a file is missing, damaged or no such shard, CacheMismatch where meta.json names another
     vocabulary, ConfigError where there are no samples to estimate from.
@@ -77,6 +79,7 @@ def convert_older(
         teacher_digest=teacher_digest,
         tokenizer_digest=tokenizer_digest,
         vocab_size=vocab_size,
+        tokenizer_size=tokenizer_size,
         seq_len=rows.seq_len,
         top_k=rows.top_k,
         rows=rows.count,

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from qat_lora import files, models
 from qat_lora.cli.main import main
 from qat_lora.kd import load_manifest
+from tests.conftest import VOCAB
 from tests.kd.killing import contents
 
 
@@ -148,6 +150,7 @@ def test_the_older_layout_is_converted_with_its_teachers_digests_and_trained_on(
     manifest, identity = load_manifest(tmp_path / "d"), models.load(str(teacher_dir)).identity
     assert (manifest.teacher_digest, manifest.tokenizer_digest) == (identity.weights, identity.tokenizer)
     assert (manifest.vocab_size, manifest.seq_len, manifest.rows) == (identity.vocab_size, 24, 12)
+    assert manifest.tokenizer_size == identity.tokenizer_size > 0
     assert qat(tmp_path / "d")[0] == 0, "the model is found and is the cache's teacher"
     refused(qat(tmp_path / "d", "--model", other_teacher_dir), "teacher_digest")
     alone = (*convert[:4], tmp_path / "e", "--quiet", "--teacher", teacher_dir, "--tail", "none")
@@ -158,6 +161,39 @@ def test_the_older_layout_is_converted_with_its_teachers_digests_and_trained_on(
 def test_an_identity_is_the_loaded_models(teacher_dir) -> None:
     assert models.identify(str(teacher_dir)) == models.load(str(teacher_dir)).identity
     assert models.identify("embedded") == models.load("embedded").identity
+
+
+def composite(folder: Path, name: str, teacher_dir: Path) -> Path:
+    """The tiny teacher with the config of a model of images and text, which has its vocabulary one level down."""
+    shutil.copytree(teacher_dir, folder)
+    config = getattr(transformers, name)(text_config={"vocab_size": VOCAB, "num_hidden_layers": 1})
+    config.save_pretrained(folder)
+    assert not hasattr(config, "vocab_size")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["Gemma3Config", "Qwen3VLConfig", "Llama4Config"])
+def test_the_identity_of_a_composite_model_has_its_texts_vocabulary(name, teacher_dir, tmp_path) -> None:
+    found, plain = (
+        models.identify(str(composite(tmp_path / name, name, teacher_dir))),
+        models.identify(str(teacher_dir)),
+    )
+    assert (found.vocab_size, found.tokenizer_size) == (VOCAB, plain.tokenizer_size)
+
+
+def test_the_older_layout_is_converted_with_a_composite_teacher(older, teacher_dir, tmp_path, said) -> None:
+    teacher = composite(tmp_path / "teacher", "Gemma3Config", teacher_dir)
+    code, text = said("cache", "convert", older, "--output", tmp_path / "d", "--quiet", "--teacher", teacher)
+    assert code == 0, text
+    assert load_manifest(tmp_path / "d").vocab_size == VOCAB
+    assert "ids of the tokenizer, " in " ".join(said("cache", "info", tmp_path / "d")[1].split())
+
+
+def test_a_config_without_a_vocabulary_is_said_to_be_none(older, teacher_dir, tmp_path, said) -> None:
+    shutil.copytree(teacher_dir, tmp_path / "teacher")
+    transformers.ViTConfig().save_pretrained(tmp_path / "teacher")
+    command = ("cache", "convert", older, "--output", tmp_path / "d", "--teacher", tmp_path / "teacher")
+    refused(said(*command), "no config.json can be read in", "vocab_size")
 
 
 # ---- what can be wrong with files, as each command says it
