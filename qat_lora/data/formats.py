@@ -6,6 +6,7 @@ Does not own where rows come from (`text`, `hub`) nor how a chat becomes text (`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ ALPACA_KEYS = ("instruction", "input", "output", "system")
 ROW_KEYS = TEXT_KEYS + CHAT_KEYS + ALPACA_KEYS
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # the names that transformers knows
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can hold one half of a pair, UTF-8 and tokenizers cannot
 
 Message = dict[str, str]  # role, content, and reasoning_content where there is some
 
@@ -43,8 +46,12 @@ def content_of(row: Row, data_format: DataFormat) -> str | list[Message]:
         return row.value
     form = recognised(row) if data_format == "auto" else data_format
     if form == "text":
-        return _text(row)
-    return {"alpaca": _alpaca, "sharegpt": _sharegpt, "messages": _messages}[form](row)
+        text = _text(row)
+        _check_characters(row, [text])
+        return text
+    messages = {"alpaca": _alpaca, "sharegpt": _sharegpt, "messages": _messages}[form](row)
+    _check_characters(row, [text for message in messages for text in message.values()])
+    return messages
 
 
 def recognised(row: Row) -> DataFormat:
@@ -62,6 +69,12 @@ def recognised(row: Row) -> DataFormat:
         f"{row.place} has no string under 'text' or 'content', no list under 'messages' or 'conversations' and no "
         f"'instruction' with an 'output', but the keys {list(value)}; rename them or remove the row."
     )
+
+
+def _check_characters(row: Row, texts: list[str]) -> None:
+    halves = (found[0] for text in texts if (found := _SURROGATE.search(text)))
+    if half := next(halves, None):
+        raise DataError(f"{row.place} holds {half!r}, half of a character and no text; mend or remove the row.")
 
 
 def _text(row: Row) -> str:
@@ -92,9 +105,10 @@ def _sharegpt(row: Row) -> list[Message]:
     messages = []
     for place, turn in _turns(row, ("conversations",)):
         speaker = turn.get("from")
-        if speaker not in SPEAKERS:
+        if not isinstance(speaker, str) or speaker not in SPEAKERS:
             raise DataError(
-                f"{place} is from {speaker!r}; sharegpt knows {', '.join(SPEAKERS)}: correct the row or --data-format."
+                f"{place} is from {speaker!r:.40}; sharegpt knows {', '.join(SPEAKERS)}: correct the row or "
+                "--data-format."
             )
         messages.append({"role": SPEAKERS[speaker], "content": _string(turn.get("value"), "value", place)})
     return _with_system(row, messages)

@@ -116,6 +116,8 @@ def _parsed(line: str, place: str) -> Any:
         raise DataError(
             f"{place} is no JSON ({error.msg} at column {error.colno}); mend or remove the line."
         ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
+        raise DataError(f"{place} cannot be read ({str(error).split(';')[0]}); mend or remove the line.") from error
     if not isinstance(value, dict):  # also a string, which would pass for the text of a .txt file
         raise DataError(
             f"{place} has no string under 'text' or 'content', but is a JSON {type(value).__name__}; write one object "

@@ -135,3 +135,26 @@ def test_every_row_of_a_file_is_recognised_by_itself(tmp_path, data_format, capl
         return
     with pytest.raises(DataError, match=rf"{path}:2 is no alpaca row"):
         list(read_texts(str(path), SourceConfig(data_format="alpaca")))
+
+
+@pytest.mark.parametrize("speaker", [["human"], {"a": 1}, None, 3, "\ud800"])
+@pytest.mark.parametrize("data_format", ["auto", "sharegpt"])
+def test_a_speaker_that_is_no_name_is_refused(speaker, data_format):
+    turns = [ROWS["sharegpt"]["conversations"][0], {"from": speaker, "value": "Hi."}]
+    text = refused({"conversations": turns}, data_format)
+    assert f"a.jsonl:7 message 2 is from {speaker!r}; sharegpt knows human" in text
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"text": "a\ud800b"},
+        ROWS["alpaca"] | {"output": "\ud800"},
+        ROWS["sharegpt"] | {"system": "\ud800"},
+        {"messages": [QUESTION, ANSWER | {"reasoning_content": "\ud800"}]},
+    ],
+)
+def test_half_of_a_character_is_refused_and_a_whole_pair_is_read(value):
+    assert "holds '\\ud800', half of a character" in refused(value)
+    content(json.loads(json.dumps(value).replace("\\ud800", "\\ud83d\\ude00")))
+    content({"text": "good", "other": "\ud800"})
