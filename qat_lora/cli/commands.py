@@ -20,8 +20,8 @@ from qat_lora.data import (
     Blocks,
     check_source,
     fetch_source,
-    has_tokens,
     read_documents,
+    rows_stay,
     source_words,
     token_blocks,
     tokenize_blocks,
@@ -245,7 +245,7 @@ def eval_windows(run: EvalRun, loaded: models.Loaded) -> Windows:
     models.check_context(loaded.model, run.seq_len)
     # with a stride, W windows read this many rows of tokens
     rows = -(-((run.max_rows - 1) * run.stride) // run.seq_len) + 1 if run.stride else run.max_rows
-    is_bounded = run.max_rows and not (run.stride and has_tokens(run.data))  # given rows may be short ones
+    is_bounded = run.max_rows and not (run.stride and rows_stay(run.data, run.seq_len))  # which may be short ones
     blocks = _blocks(run, loaded, rows if is_bounded else None)
     if not run.stride:
         return whole_windows(blocks.input_ids_RT, blocks.lengths_R)

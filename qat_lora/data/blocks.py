@@ -24,7 +24,18 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 TEXTS_AT_ONCE = 64  # a fast tokenizer uses its threads on a list
 
-Document: TypeAlias = "str | Array"  # a text, or its token ids [N] int64
+
+class TokenIds(Protocol):
+    """The ids of a document, of which only those that are sliced need be read."""
+
+    def __len__(self) -> int:
+        """How many ids there are."""
+
+    def __getitem__(self, part: slice, /) -> Array:
+        """Return some of them, ``[N]`` int64."""
+
+
+Document: TypeAlias = "str | TokenIds"  # a text, or its token ids
 
 
 class Tokenizer(Protocol):
@@ -84,7 +95,8 @@ def tokenize_blocks(
     begins a row with each document, which goes on in further rows where it is longer. No document is truncated, one
     that gives no token is left out, one that ends with eos gets no second; what is left of a row is filled with eos.
 
-    With `max_rows`, documents are read only until these rows are full. One that is token ids already is not tokenised.
+    With `max_rows`, documents are read only until these rows are full, and of one that is token ids already, which is
+    not tokenised, no more than they hold.
     An id that a vocabulary of `vocab_size` tokens lacks is a DataError, and so is no token at all: rows of nothing but
     eos would be trained on in silence.
     """
@@ -92,7 +104,7 @@ def tokenize_blocks(
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be positive, but {name}={value}; use 1 or more.")
     eos = _eos(tokenizer)
-    arrays = _token_arrays(documents, tokenizer, eos)
+    arrays = _token_arrays(documents, tokenizer, eos, None if max_rows is None else max_rows * seq_len)
     first = next(arrays, None)
     if first is None:
         raise DataError(
@@ -115,13 +127,15 @@ def _eos(tokenizer: Tokenizer) -> int:
     return int(eos)
 
 
-def _token_arrays(documents: Iterable[Document], tokenizer: Tokenizer, eos: int) -> Iterator[Array]:
+def _token_arrays(documents: Iterable[Document], tokenizer: Tokenizer, eos: int, wanted: int | None) -> Iterator[Array]:
+    # One more than is wanted, so that what is wanted stays where the last is an eos and taken off.
+    needed = slice(None if wanted is None else wanted + 1)
     # Documents without a token would leave two eos in a row and teach nothing.
     source = (document for document in documents if len(document))
     while chunk := list(itertools.islice(source, TEXTS_AT_ONCE)):
         tokenized = iter(_tokenized([text for text in chunk if isinstance(text, str)], tokenizer))
         for document in chunk:
-            ids = next(tokenized) if isinstance(document, str) else document
+            ids = next(tokenized) if isinstance(document, str) else document[needed]
             ids_N = np.asarray(ids[:-1] if len(ids) and ids[-1] == eos else ids, dtype=np.int64)
             if len(ids_N):
                 yield np.append(ids_N, eos)

@@ -30,7 +30,7 @@ def check_source(spec: str, config: SourceConfig) -> None:
             f"chat_template={config.chat_template} needs chats, but data_format=text; give another --data-format or "
             "--chat-template none."
         )
-    if spec and has_tokens(spec):
+    if has_tokens(spec):
         for name, is_default in (
             ("data_format", config.data_format == "auto"),
             ("chat_template", config.chat_template == "none"),
@@ -51,12 +51,12 @@ def fetch_source(spec: str, config: SourceConfig) -> None:
 def read_documents(
     spec: str, config: SourceConfig, tokenizer: Any, *, vocab_size: int | None = None
 ) -> Iterator[Document]:
-    """Yield the documents of a source: texts, or int64 ids where the source is tokenised already.
+    """Yield the documents of a source: texts, or ids that are read where they are sliced, as int64.
 
     Raises:
         DataError: the source is missing, wrong or empty; while iterating, not on the call.
     """
-    if not (spec and has_tokens(spec)):
+    if not has_tokens(spec):
         yield from read_texts(spec, config, tokenizer)
         return
     yield from shuffled(token_documents(spec, vocab_size=vocab_size), config)

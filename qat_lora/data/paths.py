@@ -48,5 +48,5 @@ def find_files(spec: str) -> list[Path]:
 
 
 def has_tokens(spec: str) -> bool:
-    """Whether a source is files of token ids; raises DataError where local files cannot be found."""
-    return is_local(spec) and find_files(spec)[0].suffix in TOKEN_SUFFIXES
+    """Whether a source is files of token ids; raises DataError where files that are named cannot be found."""
+    return bool(spec) and is_local(spec) and find_files(spec)[0].suffix in TOKEN_SUFFIXES

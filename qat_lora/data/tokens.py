@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,11 @@ from qat_lora.source import SourceConfig
 
 Array = np.ndarray[Any, Any]
 FIELDS = ("input_ids", "attention_mask", "lengths")
+# What NumPy, safetensors and torch's reader of pickles raise at bytes that make no sense to them.
+_UNREADABLE = (
+    *(OSError, ValueError, RuntimeError, EOFError, LookupError, TypeError, AttributeError, AssertionError),
+    *(OverflowError, struct.error, SafetensorError),
+)
 LARGEST_ID = 2**31 - 1  # rows are stored as int32
 
 
@@ -52,17 +58,45 @@ class TokenRows:
         return self.ids.shape[1] if isinstance(self.ids, np.ndarray) else None
 
 
-def token_documents(spec: str, *, vocab_size: int | None = None) -> Iterator[Array]:
-    """Yield the rows of a source as documents ``[N]`` int64, without their padding.
+@dataclass(frozen=True)
+class TokenDocument:
+    """One document, read where it is sliced: a mapped file may be larger than memory.
+
+    Attributes:
+        place: file and row, for errors.
+        ids_N: ``[N]`` of any integer dtype, maybe mapped.
+        vocab_size: V that ids are held against; None for no bound but int32's.
+    """
+
+    place: str
+    ids_N: Array
+    vocab_size: int | None
+
+    def __len__(self) -> int:
+        return len(self.ids_N)
+
+    def __getitem__(self, part: slice) -> Array:
+        """Return some of the ids, ``[N]`` int64; raises DataError where one is outside the vocabulary."""
+        ids_N = self.ids_N[part]
+        _check_ids(ids_N, self.vocab_size, self.place)
+        return ids_N.astype(np.int64)
+
+
+def token_documents(spec: str, *, vocab_size: int | None = None) -> Iterator[TokenDocument]:
+    """Yield the rows of a source as documents, without their padding.
 
     Raises:
-        DataError: a file is missing, cannot be read, is no table of token ids, or has ids outside the vocabulary.
-            Raised while iterating, not on the call.
+        DataError: a file is missing, cannot be read, or is no table of token ids. Raised while iterating, not on the
+            call; ids outside the vocabulary are found where a document is sliced.
     """
     for rows in map(read_tokens, find_files(spec)):
         for number, (ids_N, length) in enumerate(zip(rows.ids, rows.lengths_R.tolist(), strict=True), start=1):
-            _check_ids(ids_N[:length], vocab_size, f"{rows.path} row {number}")
-            yield ids_N[:length].astype(np.int64)
+            yield TokenDocument(f"{rows.path} row {number}", ids_N[:length], vocab_size)
+
+
+def rows_stay(spec: str, seq_len: int) -> bool:
+    """Whether a source is rows of ids, all `seq_len` tokens long; raises DataError as `read_tokens` does."""
+    return has_tokens(spec) and all(read_tokens(path).width == seq_len for path in find_files(spec))
 
 
 def token_blocks(
@@ -81,7 +115,7 @@ def token_blocks(
     Raises:
         DataError: as for `token_documents`.
     """
-    if not (spec and has_tokens(spec)):
+    if not has_tokens(spec):
         return None
     files = [read_tokens(path) for path in find_files(spec)]
     if any(rows.width != seq_len for rows in files):
@@ -141,7 +175,7 @@ def read_tokens(path: Path) -> TokenRows:
 def _loaded(path: Path) -> Any:
     try:
         if path.suffix == ".npy":
-            return np.load(path, mmap_mode="r", allow_pickle=False)
+            return _mapped(path)
         if path.suffix == ".safetensors":
             return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
@@ -150,9 +184,19 @@ def _loaded(path: Path) -> Any:
             f"{path} is damaged or holds more than tensors, and is not unpickled; save a tensor, or a list or dict of "
             "tensors."
         ) from error
-    except (OSError, ValueError, RuntimeError, EOFError, KeyError, SafetensorError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"Cannot read {path} ({reason}); save it again as tensors of token ids.") from error
+    except _UNREADABLE as error:
+        raise DataError(f"Cannot read {path} ({_reason(error)}); save it again as tensors of token ids.") from error
+
+
+def _mapped(path: Path) -> Array:
+    with open(path, "rb") as stored:
+        if stored.read(len(np.lib.format.MAGIC_PREFIX)) != np.lib.format.MAGIC_PREFIX:  # NumPy would try pickle
+            raise DataError(f"{path} is damaged or another kind of file, it does not begin as .npy; write it anew.")
+    return np.lib.format.open_memmap(path, mode="r")
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
 
 
 def _fields(content: Any, path: Path) -> Mapping[str, Any]:
@@ -175,17 +219,22 @@ def _table(value: Any, what: str) -> Array | list[Array]:
             return _integers(value, what)
         rows = [_integers(row, f"{what} row {number}") for number, row in enumerate(value, start=1)]
         return np.stack(rows) if len({row.shape for row in rows}) == 1 else rows
-    except ValueError as error:  # lists in lists, of different depth
-        raise DataError(f"{what} is no table of numbers ({error}); give rows of token ids.") from error
+    except (ValueError, TypeError, RuntimeError) as error:  # lists in lists, of different depth; tensors without values
+        raise DataError(f"{what} is no table of numbers ({_reason(error)}); give rows of token ids.") from error
 
 
 def _integers(value: Any, what: str) -> Array:
-    is_float = isinstance(value, Tensor) and value.is_floating_point()  # some of which NumPy does not know
-    array: Array = np.asarray(value) if not is_float and len(value) else np.empty(np.shape(value), dtype=np.int64)
+    if isinstance(value, Tensor) and value.is_floating_point():  # some of which NumPy does not know
+        raise DataError(f"{what} holds {value.dtype}, no integers; save it as int32 or int64.")
+    array: Array = np.asarray(value)
+    if not array.ndim:
+        shown = "nothing" if value is None else f"a single {type(value).__name__} ({str(value)[:40]!r})"
+        raise DataError(f"{what} is {shown}, no list or tensor of numbers; save one.")
+    if not array.size:
+        array = array.astype(np.int64)  # an empty list has no type
     is_mask = array.dtype.kind == "b" and "attention_mask" in what
-    if is_float or (array.dtype.kind not in "iu" and not is_mask):
-        found = value.dtype if is_float else array.dtype
-        raise DataError(f"{what} holds {found}, no integers; save it as int32 or int64.")
+    if array.dtype.kind not in "iu" and not is_mask:
+        raise DataError(f"{what} holds {array.dtype}, no integers; save it as int32 or int64.")
     return array
 
 

@@ -13,6 +13,7 @@ from qat_lora import models
 from qat_lora.cli import commands
 from qat_lora.cli.main import main
 from qat_lora.config import EvalRun
+from qat_lora.errors import DataError
 from qat_lora.kd import KDCacheDataset
 from tests.conftest import SEQ_LEN
 from tests.data.test_chat import IN_PROMPT
@@ -146,6 +147,46 @@ def test_a_mistake_is_one_sentence_and_nothing_is_written(tmp_path, teacher_dir,
     assert main(command.split()) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "cache").exists()
+
+
+def test_with_a_stride_no_more_of_a_long_row_is_read_than_the_windows_hold(tmp_path, teacher_dir):
+    ids_N = np.random.RandomState(0).randint(1, 100, 1000)
+    loaded = models.load(str(teacher_dir))
+
+    def windows(max_rows):
+        np.save(tmp_path / "a.npy", ids_N)
+        run = EvalRun(data=str(tmp_path / "a.npy"), seq_len=24, stride=8, max_rows=max_rows)
+        return commands.eval_windows(run, loaded)
+
+    every = windows(0)
+    ids_N[100:] = 9999  # beyond the vocabulary, were they looked at
+    for count in (1, 2, 7):
+        first = windows(count)
+        assert torch.equal(first.input_ids_RT, every.input_ids_RT[:count])
+        assert torch.equal(first.counted_RT, every.counted_RT[:count])
+    with pytest.raises(DataError, match="holds the id 9999"):
+        windows(20)
+
+
+@pytest.mark.parametrize("stride", [0, 8])
+def test_no_source_is_said_to_be_none_whatever_lies_in_the_current_folder(
+    tmp_path, teacher_dir, chats, capsys, monkeypatch, stride
+):
+    np.save(tmp_path / "a.npy", np.arange(9))
+    monkeypatch.chdir(tmp_path)
+    command = f"eval --model {teacher_dir} --output f.json --seq-len 24 --max-rows 2 --stride {stride} {CPU} --data"
+    assert main([*command.split(), ""]) == 2
+    assert "No text source is named; give" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "row", ['{"text": "the fox \\ud800"}', '{"messages": [{"role": "user", "content": "\\udc00"}]}']
+)
+def test_half_of_a_character_is_named_with_its_line(tmp_path, teacher_dir, capsys, row):
+    (tmp_path / "a.jsonl").write_text('{"text": "the quick fox"}\n' + row + "\n")
+    command = f"cache --teacher {teacher_dir} --data {tmp_path}/a.jsonl --output {tmp_path}/cache --seq-len 24 {CPU}"
+    assert main(command.split()) == 2
+    assert "a.jsonl:2 holds '\\ud" in capsys.readouterr().err
 
 
 def test_settings_reach_the_source_in_any_order(tmp_path, chats, teacher_dir):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -29,7 +31,7 @@ def write(path, content):
 
 
 def documents(spec, config=PLAIN, **settings):
-    return [x.tolist() for x in read_documents(spec, config, ByteTokenizer(), **settings)]
+    return [x[:].tolist() for x in read_documents(spec, config, ByteTokenizer(), **settings)]
 
 
 def blocks(spec, seq_len=4, config=PLAIN, **settings):
@@ -71,7 +73,7 @@ def test_rows_of_the_wanted_length_stay_and_others_are_documents(tmp_path, name)
     assert packed.input_ids_RT.tolist() == [[*row, EOS] for row in ROWS]
     kept = token_blocks(spec, PLAIN, 4, fill_id=EOS)
     assert kept.input_ids_RT.dtype == kept.lengths_R.dtype == torch.int32
-    assert {x.dtype for x in read_documents(spec, PLAIN, ByteTokenizer())} == {np.dtype(np.int64)}
+    assert {x[:].dtype for x in read_documents(spec, PLAIN, ByteTokenizer())} == {np.dtype(np.int64)}
 
 
 PADDED = {
@@ -142,6 +144,42 @@ def test_max_rows_and_the_buffer_choose_among_rows_that_stay(tmp_path):
     assert blocks(str(tmp_path), 2, config, max_rows=7)[0] == ids[:7]
 
 
+def rows_of(spec, packing, seq_len, max_rows, vocab_size=None):
+    read = read_documents(spec, PLAIN, ByteTokenizer(), vocab_size=vocab_size)
+    found = tokenize_blocks(read, ByteTokenizer(), seq_len, packing=packing, max_rows=max_rows)
+    return [x if x is None else x.tolist() for x in found]
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents", "pad"])
+def test_of_a_long_row_no_more_is_read_than_the_rows_hold(tmp_path, packing):
+    """Neither into memory, nor to look for ids that the vocabulary lacks."""
+    ids_N = np.ones(2**21, dtype=np.int32)
+    ids_N[100] = 999
+    spec = write(tmp_path / "a.npy", ids_N)
+    rows_of(spec, packing, 8, 1)  # what is imported at first use counts no more
+    tracemalloc.start()
+    try:
+        found = rows_of(spec, packing, 8, 4, vocab_size=500)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found[0] == [[1] * 8] * 4 and found[1] == [8] * 4
+    assert most < ids_N.nbytes // 8
+    with pytest.raises(DataError, match=r"a\.npy row 1 holds the id 999, but the model's vocabulary has 500"):
+        rows_of(spec, packing, 8, 13, vocab_size=500)
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents", "pad"])
+@pytest.mark.parametrize("seq_len", [1, 2, 3])
+def test_the_first_rows_of_ids_are_those_of_all_wherever_eos_stands(tmp_path, packing, seq_len):
+    for number in range(16):
+        ids = [EOS if number >> bit & 1 else 5 + bit for bit in range(4)]
+        spec = write(tmp_path / "a.pt", [ids, [7, 8, 9]])
+        every = rows_of(spec, packing, seq_len, None)
+        for rows in range(1, len(every[0]) + 1):
+            assert rows_of(spec, packing, seq_len, rows) == [x if x is None else x[:rows] for x in every]
+
+
 @pytest.mark.parametrize(
     ("mask", "words"),
     [
@@ -179,10 +217,23 @@ def test_a_mask_with_anything_but_padding_on_the_right_is_refused(tmp_path, mask
         ({"input_ids": [1, 2, 3], "lengths": [2, 2]}, "add up to 4, but there are 3 tokens"),
         ({"input_ids": [1, 2, 3], "lengths": [4, -1]}, "add up to 3, but there are 3 tokens; give positive"),
         ([{"input_ids": [1]}, {"attention_mask": [1]}], "not every row has input_ids"),
+        (torch.tensor(3), "input_ids is a single Tensor ('tensor(3)'), no list or tensor of numbers"),
+        (5, "input_ids is a single int ('5')"),
+        (None, "input_ids is nothing, no list"),
+        ({"input_ids": None}, "input_ids is nothing, no list"),
+        ([1, [2]], "input_ids row 1 is a single int ('1')"),
+        ({"input_ids": ROWS, "lengths": 4}, "lengths is a single int ('4'), no list"),
+        ({"input_ids": [1, 2, 3], "lengths": torch.tensor(3)}, "lengths is a single Tensor"),
+        ({"input_ids": ROWS, "attention_mask": True}, "attention_mask is a single bool"),
+        (torch.tensor(ROWS).to_sparse(), "input_ids is no table of numbers (can't convert Sparse layout"),
     ],
 )
 def test_what_is_no_table_of_ids_is_refused(tmp_path, content, words):
     assert words in refused(tmp_path / "a.pt", content)
+
+
+def test_a_single_number_in_an_array_is_refused(tmp_path):
+    assert "input_ids is a single memmap ('3'), no list" in refused(tmp_path / "a.npy", np.array(3))
 
 
 @pytest.mark.parametrize(("bad", "vocab_size"), [(12, 12), (-1, 12), (2**31, None)])
@@ -198,10 +249,12 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_file(tmp_path, bad, voca
 def test_a_damaged_file_is_named(tmp_path, name):
     whole = {"a.pt": torch.arange(1000), "a.npy": np.arange(1000), "a.safetensors": {"input_ids": np.arange(1000)}}
     data = (tmp_path / name, write(tmp_path / name, whole[name]))[0].read_bytes()
-    for content in (b"", data[:9], data[: len(data) // 2], b"garbage" * 100):
+    four = (b"J\0\0\0", b"abcd", b"PK\3\4", b"\x80\2.\n")  # of which the first is a number cut short, in a pickle
+    for content in (b"", data[:9], data[: len(data) // 2], b"garbage" * 100, *four):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(DataError, match=rf"{name} "):
+        with pytest.raises(DataError, match=rf"{name} ") as caught:
             documents(str(tmp_path / name))
+        assert "allow_pickle" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_nothing_is_unpickled(tmp_path):
