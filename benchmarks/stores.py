@@ -48,7 +48,7 @@ CASES = (
         for k in (12, 48)
     ),
     *(Case(f"top {k} + tail", {"top_k": k, "logprob_bits": 5}) for k in (12, 48)),
-    Case("top 48 + tail, float16", {"top_k": 48, "logprob_bits": 16}),
+    Case("top 58 + tail, 4 bits", {"top_k": 58, "logprob_bits": 4}),
     *(Case(f"{n} draws", {"store": "sampled", "samples": n}) for n in (16, 32, 44, 50)),
 )
 
