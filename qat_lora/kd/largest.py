@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# torch's topk keeps a heap of K; NumPy's selection has no heap, but writes the index of every column. On one core
-# (AVX-512), K = 64: 6 against 16 microseconds a row at V = 4,096, 39 against 41 at 32,000, 489 against 238 at 151,936.
+# torch's topk keeps a heap of K; NumPy's selection has none. On one core (AVX-512), K = 64 of 4,096: 5 microseconds a
+# row against 16. Of much larger rows torch is the faster one.
 MOST_COLUMNS = 16_384
+ROWS_AT_ONCE = 32
+COLUMN_MASK = 2**29 - 1
 
 
 def largest(x_SV: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -29,7 +31,27 @@ def largest(x_SV: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _columns(x_SV: Tensor, k: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    x = x_SV.numpy()
-    columns = np.argpartition(x, x.shape[-1] - k, axis=-1)[:, x.shape[-1] - k :]
-    order = np.argsort(-np.take_along_axis(x, columns, -1), axis=-1, kind="stable")
-    return np.take_along_axis(columns, order, -1)
+    """Columns of the k largest, found by selecting among numbers that carry their columns.
+
+    A float32 leaves 29 bits of a float64 empty: with the column in them, numbers are still in order, and selecting
+    values is less than half the work of selecting indices. Some rows at a time, which stay near the processor.
+    """
+    x, width = x_SV.numpy(), x_SV.shape[-1]
+    column_bits = np.arange(width, dtype=np.int64)
+    columns_SK = np.empty((len(x), k), np.int64)
+    numbers = np.empty((min(ROWS_AT_ONCE, len(x)), width), np.float64)
+    for first in range(0, len(x), ROWS_AT_ONCE):
+        rows = x[first : first + ROWS_AT_ONCE]
+        part = numbers[: len(rows)]
+        part[:] = rows
+        bits = part.view(np.int64)
+        bits |= column_bits
+        part.partition(width - k, axis=-1)
+        top = -np.sort(-part[:, width - k :], axis=-1)
+        if np.isnan(top).any():  # what an infinity becomes
+            columns = np.argpartition(rows, width - k, axis=-1)[:, width - k :]
+            order = np.argsort(-np.take_along_axis(rows, columns, -1), axis=-1, kind="stable")
+            columns_SK[first : first + len(rows)] = np.take_along_axis(columns, order, -1)
+        else:
+            columns_SK[first : first + len(rows)] = top.view(np.int64) & COLUMN_MASK
+    return columns_SK

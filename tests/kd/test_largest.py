@@ -38,3 +38,15 @@ def test_which_way_is_taken(monkeypatch) -> None:
     largest(torch.randn(2, 50, dtype=torch.bfloat16), 4)
     largest(torch.randn(2, 50, device="meta"), 4)
     assert len(calls) == 1
+
+
+def test_any_number_is_in_its_place() -> None:
+    """More rows than are taken at once; negative, tiny and huge numbers, zeros of both signs, one infinity."""
+    x_SV = torch.randn(70, 300, generator=torch.Generator().manual_seed(0)) * torch.logspace(-38, 38, 300)
+    x_SV[:, ::7] = 0.0
+    x_SV[:, 1::7] = -0.0
+    x_SV[40, 5] = torch.inf
+    for k in (1, 150, 299):
+        values_SK, columns_SK = largest(x_SV, k)
+        assert torch.equal(values_SK, x_SV.sort(-1, descending=True).values[:, :k])
+        assert all(len(set(row)) == k for row in columns_SK.tolist())
