@@ -7,6 +7,7 @@ the local disk (`qat_lora.kd.fetch`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import fnmatch
 import os
 import re
@@ -28,6 +29,9 @@ _LOG_IN = {
     "s3": "check the bucket's name, and log in with `aws configure` or by AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "hf": "check the repository's name, and log in with `hf auth login`",
 }
+
+
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 class RemotePath:
@@ -226,6 +230,8 @@ def _said(place: RemotePath, done: str) -> Iterator[None]:
         raise RemoteError(f"{str(place)!r} needs a package that is not there ({_line(error)}); {fix}.") from error
     except Exception as error:  # every library behind fsspec has exceptions of its own
         if isinstance(error, FileNotFoundError) and done in ("read", "deleted"):
+            raise
+        if isinstance(error, OSError) and error.errno in _OF_THE_DISK:  # of this machine, which a copy goes to
             raise
         fix = _LOG_IN.get(scheme, "check the URL and the network")
         raise RemoteError(f"{str(place)!r} cannot be {done} ({_line(error)}); {fix}.") from error

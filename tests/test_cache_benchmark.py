@@ -20,7 +20,7 @@ def benchmark(monkeypatch):
 def test_a_synthetic_cache_has_its_size_and_is_whole(benchmark, tmp_path) -> None:
     written = benchmark.write_synthetic(tmp_path, 12)
     assert written == pytest.approx(12e6, rel=0.01)
-    assert len(verify(tmp_path).shards) == 2
+    assert len(verify(tmp_path).shards) == 3
     batch = next(KDCacheDataset(tmp_path, split="train", eval_fraction=0.1).batches(4))
     assert batch["topk_ids"].shape == (4, benchmark.SEQ_LEN, benchmark.TOP_K)
 

@@ -10,7 +10,7 @@ from typing import Any
 from qat_lora.cache_runs import ConvertRun, MergeRun, SplitRun
 from qat_lora.cli.flags import Parser, add_flags, run_from
 from qat_lora.errors import ConfigError
-from qat_lora.remote import location
+from qat_lora.remote import is_remote, location
 
 _Act = Callable[[argparse.Namespace], None]
 
@@ -27,9 +27,9 @@ def add_operations(command: argparse.ArgumentParser, add_common: Callable[[argpa
         text = (run_class.__doc__ or "").split(": ", 1)[-1].splitlines()[0]
         act = about.add_parser(run_class.command.split()[-1], help=text, description=text)
         if run_class is MergeRun:
-            act.add_argument("directories", metavar="DIR", type=Path, nargs="+", help="folders of caches or of parts")
+            act.add_argument("directories", metavar="DIR", nargs="+", help="folders of caches or of parts")
         else:
-            act.add_argument("directory", metavar="DIR", type=Path, help="folder of a finished cache")
+            act.add_argument("directory", metavar="DIR", help="folder of a finished cache")
         add_flags(act, run_class)
         add_common(act)
 
@@ -37,7 +37,18 @@ def add_operations(command: argparse.ArgumentParser, add_common: Callable[[argpa
 def operate(args: argparse.Namespace) -> None:
     """Do what the subcommand says."""
     acts: dict[str, _Act] = {"info": _info, "merge": _merge, "split": _split, "convert": _convert}
+    if args.about != "info":
+        folders = [_local(folder) for folder in getattr(args, "directories", None) or [args.directory]]
+        args.directories, args.directory = folders, folders[0]
     acts[args.about](args)
+
+
+def _local(folder: str) -> Path:
+    if is_remote(folder):
+        raise ConfigError(
+            f"{folder} is a URL, but merge, split and convert read folders of this machine; copy it here."
+        )
+    return Path(folder)
 
 
 def _info(args: argparse.Namespace) -> None:

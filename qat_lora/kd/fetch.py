@@ -99,8 +99,8 @@ class DiskCache:
         return self._made(folder, record, fetch)
 
     def put(self, folder: RemotePath, record: ShardRecord, data: bytes) -> Path:
-        """Keep a shard that is about to be uploaded."""
-        return self._made(folder, record, lambda target: target.write_bytes(data))
+        """Keep a shard that was just written there, in the place of any copy, which may have gone bad."""
+        return self._made(folder, record, lambda target: target.write_bytes(data), anew=True)
 
     def capacity(self, shard_bytes: int) -> int:
         """How many shards of so many bytes fit, when all other copies give way."""
@@ -118,12 +118,14 @@ class DiskCache:
         write_atomically(path, lambda stream: np.save(stream, made))
         return made
 
-    def _made(self, folder: RemotePath, record: ShardRecord, fill: Callable[[Path], object]) -> Path:
+    def _made(
+        self, folder: RemotePath, record: ShardRecord, fill: Callable[[Path], object], *, anew: bool = False
+    ) -> Path:
         """The copy, made by whoever comes first; the others wait for it."""
         path = self.path(folder, record)
         try:
             with self._alone(record.sha256[:2]):
-                if (there := self.found(folder, record)) is not None:
+                if not anew and (there := self.found(folder, record)) is not None:
                     return there
                 path.parent.mkdir(parents=True, exist_ok=True)
                 temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -271,7 +273,10 @@ def _touch(path: Path) -> None:
 def _home() -> Path:
     if named := os.environ.get(HOME):
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qat_lora"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qat_lora"
+    except RuntimeError:
+        raise ConfigError(f"this user has no home folder for copies of shards; name a folder by {HOME}.") from None
 
 
 def _limit_gb() -> float:

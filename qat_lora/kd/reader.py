@@ -84,9 +84,9 @@ class KDCacheDataset(Dataset[Batch]):
         _check_complete(self.path, self.manifest)
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.vocab_size = self.manifest.vocab_size
-        disk = DiskCache(disk_cache_gb)
+        disk = DiskCache(disk_cache_gb) if isinstance(self.path, RemotePath) else None
         files = ShardFiles(self.path, self.manifest, disk=disk)
-        if isinstance(self.path, RemotePath) and not preload:
+        if disk is not None and not preload:
             self._say_what_must_fit(disk)
         self._source: RowSource = MemoryShards(files) if preload else files
         self._fractions: np.ndarray[Any, Any] | None = None

@@ -85,7 +85,7 @@ class ShardFiles:
             shard, first, where = int(shards[begin]), int(places[begin]), order[begin:end]
             if self._fetcher is not None:
                 if names is not None and not self._fetcher.is_here(shard):
-                    with TensorFile(self._fetcher.folder / self.manifest.shards[shard].file) as file:
+                    with self._checked(self._fetcher.folder / self.manifest.shards[shard].file, shard) as file:
                         self._fill(file, arrays, streams, first, where)
                     continue
                 self._fetcher.path(shard)  # before the lock: others may read meanwhile; and the copy counts as used
@@ -163,12 +163,23 @@ class ShardFiles:
             self._open.popitem(last=False)[1].close()
         path = self.path(index)
         try:
+            self._open[index] = self._checked(path, index)
+        except CacheError:
+            if self._fetcher is None:
+                raise
+            path.unlink(missing_ok=True)  # a copy that has gone bad; what lies elsewhere may be sound
+            self._open[index] = self._checked(self.path(index), index)
+        return self._open[index]
+
+    def _checked(self, path: Location, index: int) -> TensorFile:
+        """A shard's file, opened; CacheError unless it is sound, and this shard of this cache."""
+        try:
             file = TensorFile(path)
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise CacheError(f"{str(path)!r} is no sound safetensors file ({error}); {REBUILD}.") from error
         if file.metadata.get(SHARD_KEY) != self.manifest.shard_tag(index):
+            file.close()
             raise CacheError(f"{str(path)!r} belongs to another KD cache or another place in this one; {REBUILD}.")
-        self._open[index] = file
         return file
 
 
@@ -182,6 +193,7 @@ class MemoryShards:
         streams: dict[str, list[Array]] = {name: [] for name in manifest.streams}
         for index in range(manifest.shard_count):
             rows = manifest.shard_rows(index)
+            files.expect(range(index, manifest.shard_count))
             found = files.load(index)
             for name, parts in streams.items():
                 found[ends_name(name)] += sum(map(len, parts))

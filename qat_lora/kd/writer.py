@@ -8,6 +8,7 @@ they end. Does not own what the rows hold, nor how ranks wait for each other: th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -19,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save as to_safetensors
 
-from qat_lora.errors import CacheError, CacheMismatch, ConfigError, DiskFull
+from qat_lora.errors import CacheError, CacheMismatch, ConfigError, DiskFull, OutputError
 from qat_lora.files import check_writable, file_sizes, write_atomically
 from qat_lora.kd.codec import AS_STORED, encoded
 from qat_lora.kd.fetch import DiskCache
@@ -156,10 +157,12 @@ class CacheWriter:
         return found
 
     def _store(self, record: ShardRecord, data: bytes) -> None:
-        """Write a shard's file; on its way to a URL it is kept on the local disk, where training may soon want it."""
+        """Write a shard's file; of one at a URL a copy is kept where there is room, since training may soon want it."""
         path = self.directory / record.file
         if isinstance(path, RemotePath):
-            path.upload(DiskCache().put(path.parent, record, data))
+            path.write_bytes(data)
+            with contextlib.suppress(ConfigError, OutputError):
+                DiskCache().put(path.parent, record, data)
         else:
             write_atomically(path, lambda stream: stream.write(data))
 

@@ -92,7 +92,7 @@ def test_each_shard_is_written_before_the_record_that_names_it(monkeypatch) -> N
     assert order == [record, shard.format(0), record, shard.format(1), record, shard.format(2), record]
 
 
-@pytest.mark.parametrize("method", ["put_file", "mv", "pipe_file"])
+@pytest.mark.parametrize("method", ["mv", "pipe_file"])
 @pytest.mark.parametrize("name", ["shard-00001", "manifest"])
 def test_a_build_whose_line_breaks_goes_on_to_the_same_bytes(tmp_path, method, name) -> None:
     build(tmp_path / "whole")
@@ -102,13 +102,9 @@ def test_a_build_whose_line_breaks_goes_on_to_the_same_bytes(tmp_path, method, n
         for lost in ("shard-00002.safetensors", "shard-00001.safetensors"):
             (folder / lost).unlink()
     Elsewhere.failing[method, name] = OSError("the line is down")
-    if (method, name) not in (
-        ("put_file", "manifest"),
-        ("pipe_file", "shard-00001"),
-    ):
-        with pytest.raises(RemoteError, match="the line is down"):
-            build(URL)
-        assert not [name for name in folder.sizes() if name.endswith(".tmp")]
+    with pytest.raises(RemoteError, match="the line is down"):
+        build(URL)
+    assert not [name for name in folder.sizes() if name.endswith(".tmp")]
     Elsewhere.failing.clear()
     build(URL)
     assert contents(URL) == local(tmp_path / "whole")
@@ -369,3 +365,54 @@ def test_the_order_of_windows_is_written_down_here(tmp_path) -> None:
     source = np.random.RandomState([5, 0])
     shards, keys = source.permutation(3).tolist(), source.permutation(7).tolist()
     assert rows == sorted(range(7), key=lambda row: (shards.index(row // 3), keys[row]))
+
+
+def test_a_copy_that_has_gone_bad_is_not_uploaded_and_not_kept(tmp_path) -> None:
+    build(tmp_path / "whole")
+    build(URL)
+    (copy,) = (tmp_path / "home").glob(f"shards/*/{load_manifest(URL).shards[1].sha256}.safetensors")
+    data = bytearray(copy.read_bytes())
+    data[-1] ^= 1
+    copy.write_bytes(data)
+    (RemotePath(URL) / "shard-00001.safetensors").unlink()
+    build(URL)
+    assert contents(URL) == local(tmp_path / "whole")
+    verify(URL)
+    assert copy.read_bytes() == (tmp_path / "whole" / "shard-00001.safetensors").read_bytes()
+
+
+def test_a_copy_whose_header_has_gone_bad_is_fetched_again(tmp_path) -> None:
+    build(tmp_path / "whole")
+    build(URL)
+    (copy,) = (tmp_path / "home").glob(f"shards/*/{load_manifest(URL).shards[1].sha256}.safetensors")
+    copy.write_bytes(b"x" * copy.stat().st_size)
+    ours, theirs = (next(KDCacheDataset(place).batches(7)) for place in (URL, tmp_path / "whole"))
+    assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("how", ["foreign", "gone", "garbage"])
+def test_a_shard_at_a_url_is_checked_before_its_rows_are_held_out(tmp_path, how) -> None:
+    """By range requests, too: a split of wrong rows would be kept."""
+    build(tmp_path)
+    put(tmp_path)
+    shards = [RemotePath(URL) / f"shard-0000{n}.safetensors" for n in (0, 1)]
+    if how == "gone":
+        shards[1].unlink()
+    else:
+        shards[1].write_bytes(shards[0].read_bytes() if how == "foreign" else b"garbage" * 100)
+    with pytest.raises(CacheError, match="shard-00001"):
+        KDCacheDataset(URL, split="train", eval_fraction=0.3)
+    put(tmp_path)
+    ours, theirs = (KDCacheDataset(place, split="train", eval_fraction=0.3) for place in (URL, tmp_path))
+    assert ours._rows.tolist() == theirs._rows.tolist()
+
+
+def test_a_cache_in_a_folder_needs_no_place_for_copies(tmp_path, monkeypatch) -> None:
+    build(tmp_path)
+    monkeypatch.setenv("QAT_LORA_DISK_CACHE_GB", "abc")
+    assert len(KDCacheDataset(tmp_path)) == 7
+
+
+def test_other_acts_on_caches_say_that_they_take_folders(capsys) -> None:
+    assert main(["cache", "merge", "file:///there/c", "--output", "somewhere"]) == 2
+    assert "file:///there/c is a URL, but merge, split and convert read folders" in capsys.readouterr().err
