@@ -52,7 +52,7 @@ def _how(summary: CacheSummary) -> str:
 
 
 def _vocabulary(vocab_size: int, tokenizer_size: int) -> str:
-    if not tokenizer_size:  # a cache of before this was recorded
+    if not tokenizer_size:  # of a converted cache whose tokenizer nobody named
         return f"{vocab_size:,} ids"
     padding = max(0, vocab_size - tokenizer_size)
     return f"{tokenizer_size:,} ids of the tokenizer, {padding:,} of padding, of which a student may have more or fewer"

@@ -22,7 +22,7 @@ from qat_lora.kd.codec import Array, decoded
 from qat_lora.kd.format import CacheManifest
 from qat_lora.kd.parts import load_manifest, records_in, united
 from qat_lora.kd.shards import by_rows
-from qat_lora.kd.soundness import damaged, shard_fault
+from qat_lora.kd.soundness import read_recorded, shard_fault
 
 TOKENS = ("input_ids", "lengths", "starts")  # starts, where there are any, as a shard has them: a bit each
 Tokens: TypeAlias = "dict[str, Array]"
@@ -95,14 +95,7 @@ class StoredRows:
             yield {name: tensors[name] for name in TOKENS if name in tensors}
 
     def _load(self, index: int) -> dict[str, Array]:
-        path, recorded = self.path(index), self.manifest.shards[index].sha256
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise CacheError(f"{str(path)!r} cannot be read ({error.strerror}); restore the file.") from None
-        found = hashlib.sha256(data).hexdigest()
-        if found != recorded:
-            raise CacheError(damaged(path, recorded, found))
+        data = read_recorded(self.path(index), self.manifest.shards[index].sha256)
         tensors: dict[str, Array] = from_safetensors(data)
         return tensors
 

@@ -6,7 +6,9 @@ Does not own the record files' own digests (`format`), nor what is done about a 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 
 from qat_lora.errors import CacheError
 from qat_lora.files import file_sizes, sha256_file
@@ -81,6 +83,18 @@ def verify(directory: Location | str) -> CacheManifest:
     if any(faults):
         raise CacheError(" ".join(fault for fault in faults if fault))
     return manifest
+
+
+def read_recorded(path: Path, sha256: str) -> bytes:
+    """The content of a shard file; CacheError where it cannot be read, or is not what was recorded."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CacheError(f"{str(path)!r} cannot be read ({error.strerror}); restore the file.") from None
+    found = hashlib.sha256(data).hexdigest()
+    if found != sha256:
+        raise CacheError(damaged(path, sha256, found))
+    return data
 
 
 def damaged(path: Location, recorded: str, found: str) -> str:

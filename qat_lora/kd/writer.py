@@ -33,7 +33,7 @@ from qat_lora.kd.format import (
     shard_name,
 )
 from qat_lora.kd.parts import WHOLE, Part, Record, named, record_name, records_in, united, with_shards
-from qat_lora.kd.soundness import damaged, shard_tag_of
+from qat_lora.kd.soundness import read_recorded, shard_tag_of
 from qat_lora.remote import Location, RemotePath, location
 
 logger = logging.getLogger(__name__)
@@ -111,14 +111,7 @@ class CacheWriter:
     def copy_shard(self, index: int, path: Path, sha256: str) -> None:
         """Write shard `index`, one of `missing`, as another folder has it; CacheError where it is damaged there."""
         self._check_missing(index)
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise CacheError(f"{str(path)!r} cannot be read ({error.strerror}); restore the file.") from None
-        found = hashlib.sha256(data).hexdigest()
-        if found != sha256:
-            raise CacheError(damaged(path, sha256, found))
-        self._write(index, data)
+        self._write(index, read_recorded(path, sha256))
 
     def _check_missing(self, index: int) -> None:
         if index not in self.missing:
