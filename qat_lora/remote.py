@@ -11,7 +11,7 @@ import errno
 import fnmatch
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -131,12 +131,22 @@ class RemotePath:
             fs.get_file(path, str(target))
 
     def write_bytes(self, data: bytes) -> None:
-        """Write the file, whole or not at all."""
-        self._put(lambda fs, path: fs.pipe_file(path, data))
-
-    def upload(self, source: Path) -> None:
-        """Write the file from a local one, whole or not at all."""
-        self._put(lambda fs, path: fs.put_file(str(source), path))
+        """Write the file, whole or not at all: object stores show it when it is; elsewhere it is moved into place."""
+        with _said(self, "written"):
+            fs, path = self._opened()
+            if self.scheme in _OBJECT_STORES:
+                fs.pipe_file(path, data)
+                return
+            folder, name = path.rsplit("/", 1)
+            temporary = f"{folder}/.{name}.{os.getpid()}.tmp"
+            fs.makedirs(folder, exist_ok=True)
+            try:
+                fs.pipe_file(temporary, data)
+                fs.mv(temporary, path)
+            except BaseException:
+                with contextlib.suppress(Exception):  # what cannot be written cannot be tidied up either
+                    fs.rm_file(temporary)
+                raise
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Delete the file."""
@@ -153,24 +163,6 @@ class RemotePath:
         probe = self / f".probe.{os.getpid()}"
         probe.write_bytes(b"probe")
         probe.unlink(missing_ok=True)
-
-    def _put(self, put: Callable[[Any, str], object]) -> None:
-        """Object stores show a file when all of it is there; elsewhere it is moved into place."""
-        with _said(self, "written"):
-            fs, path = self._opened()
-            if self.scheme in _OBJECT_STORES:
-                put(fs, path)
-                return
-            folder, name = path.rsplit("/", 1)
-            temporary = f"{folder}/.{name}.{os.getpid()}.tmp"
-            fs.makedirs(folder, exist_ok=True)
-            try:
-                put(fs, temporary)
-                fs.mv(temporary, path)
-            except BaseException:
-                with contextlib.suppress(Exception):  # what cannot be written cannot be tidied up either
-                    fs.rm_file(temporary)
-                raise
 
     def _size(self) -> int:
         info = self._info()

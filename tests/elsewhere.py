@@ -67,10 +67,6 @@ class Elsewhere(MemoryFileSystem):
         self._note("pipe_file", path)
         super().pipe_file(path, value, mode=mode, **kwargs)
 
-    def put_file(self, lpath, rpath, **kwargs):
-        self._note("put_file", rpath)
-        super().put_file(lpath, rpath, **kwargs)
-
     def mv(self, path1, path2, **kwargs):
         self._note("mv", path2)
         super().mv(path1, path2, **kwargs)

@@ -70,8 +70,7 @@ def test_what_is_written_is_read_back_listed_and_deleted(folder, tmp_path) -> No
     assert not folder.exists() and file_sizes(folder) == {} and list(folder.glob("*")) == []
     write_json(folder / "a.json", {"x": 1})
     write_atomically(folder / "b.bin", lambda stream: stream.write(b"0123456789"))
-    (tmp_path / "local").write_bytes(b"uploaded")
-    (folder / "c.bin").upload(tmp_path / "local")
+    (folder / "c.bin").write_bytes(b"uploaded")
     assert file_sizes(folder) == {"a.json": 13, "b.bin": 10, "c.bin": 8}
     assert [str(p) for p in folder.glob("*.bin")] == [f"{folder}/b.bin", f"{folder}/c.bin"]
     assert (folder / "b.bin").read_bytes(2, 5) == b"234" and (folder / "a.json").read_text() == '{\n  "x": 1\n}\n'

@@ -56,7 +56,7 @@ def forget_copies() -> None:
 def put(directory: Path, url: str = URL) -> None:
     """Copy a cache to a URL, as a person would."""
     for path in directory.iterdir():
-        (RemotePath(url) / path.name).upload(path)
+        (RemotePath(url) / path.name).write_bytes(path.read_bytes())
     Elsewhere.calls.clear()
 
 
