@@ -50,7 +50,7 @@ proof: venv  ## the slow proofs: the demo's bars at 2 and 4 bits
 	.venv/bin/python -m pytest -m slow -s $(PYTEST_ARGS)
 
 kills: venv  ## KILLS builds of a cache that die at random moments and are gone on with; KILL_SEED=n draws the same moments
-	KILLS=$(KILLS) .venv/bin/python -m pytest -m slow -s tests/kd/test_kills.py $(PYTEST_ARGS)
+	KILLS=$(KILLS) .venv/bin/python -m pytest -m slow -s tests/cache/test_kills.py $(PYTEST_ARGS)
 
 # What fails once in ten times does not show in one run of the suite: threads of several ranks end in any order.
 repeat: venv $(if $(HAS_XLA),venv-xla)  ## the tests that ranks hold equal bits, REPEAT times, up to the first failure

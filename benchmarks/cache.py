@@ -33,11 +33,17 @@ from step_time import stepper
 from torch import Tensor
 
 from qat_lora import models
-from qat_lora.cache_runs import CacheRun
+from qat_lora.cache import (
+    CacheManifest,
+    CacheWriter,
+    KDCacheDataset,
+    build_cache,
+)
 from qat_lora.cli import commands
+from qat_lora.config.cache import CacheRun
 from qat_lora.data import read_texts, tokenize_blocks
 from qat_lora.evaluate import hidden_and_head
-from qat_lora.kd import CacheManifest, CacheWriter, Head, KDCacheDataset, build_cache
+from qat_lora.kd import Head
 from qat_lora.runtime import LocalRuntime
 
 SEQ_LEN, TOP_K, BATCH, CHUNK_TOKENS = 128, 64, 8, 256

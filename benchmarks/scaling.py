@@ -40,10 +40,10 @@ from tpu_compile import CHIPS, QWEN3_600M
 
 import qat_lora
 from qat_lora import adapters, models
-from qat_lora.cache_runs import CacheRun
 from qat_lora.cli import commands
 from qat_lora.config import AdapterConfig
-from qat_lora.presets import scheme
+from qat_lora.config.cache import CacheRun
+from qat_lora.config.presets import scheme
 from qat_lora.quant import freeze_codes, quantize_model
 from qat_lora.train.student import trained_parameters
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from step_time import build
 from torch import Tensor
 
+from qat_lora.cache import KDCacheDataset
 from qat_lora.config import KDConfig, LoopConfig, OptimConfig, PlaceConfig, RecoveryRun
-from qat_lora.kd import KDCacheDataset
-from qat_lora.presets import qat_run
+from qat_lora.config.presets import qat_run
 from qat_lora.runtime import LocalRuntime, Runtime, runtime_for
 from qat_lora.train.objective import KDObjective
 from qat_lora.train.run import run_qat, run_recovery

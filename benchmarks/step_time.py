@@ -29,11 +29,11 @@ from pathlib import Path
 import torch
 
 from qat_lora import adapters, models
-from qat_lora.cache_runs import CacheRun
+from qat_lora.cache import KDCacheDataset
 from qat_lora.cli import commands
 from qat_lora.config import AdapterConfig, KDConfig, OptimConfig
-from qat_lora.kd import KDCacheDataset
-from qat_lora.presets import scheme
+from qat_lora.config.cache import CacheRun
+from qat_lora.config.presets import scheme
 from qat_lora.quant import freeze_codes
 from qat_lora.runtime import LocalRuntime
 from qat_lora.runtime.local import process_memory

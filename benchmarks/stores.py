@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qat_lora import models, presets
-from qat_lora.cache_runs import CacheRun
+from qat_lora import models
+from qat_lora.cache import summarise
 from qat_lora.cli import commands
 from qat_lora.cli.demo import CACHE_ROWS, EVAL_ROWS, QAT_STEPS, SEQ_LEN
-from qat_lora.config import EvalRun, KDConfig, LoopConfig
-from qat_lora.kd import summarise
+from qat_lora.config import EvalRun, KDConfig, LoopConfig, presets
+from qat_lora.config.cache import CacheRun
 from qat_lora.runtime import LocalRuntime
 from qat_lora.train.student import load_student
 

@@ -119,7 +119,7 @@ def formula_flops(case: Any) -> float:
     Attention: 2 products of T^2 D per head forward, 5 backward, of which the chunks leave out what no query sees. The
     head: 2 V H S forward, and as much for the gradient.
     """
-    from qat_lora.attention import CHUNK_QUERIES
+    from qat_lora.models.lean.attention import CHUNK_QUERIES
 
     c, training = case.config, case.stage in ("qat", "recovery")
     tokens = case.batch_size * case.seq_len

@@ -22,16 +22,17 @@ from torch import Tensor, nn
 from torch_xla.core.xla_builder import create_placeholder_tensor
 
 from qat_lora import adapters, models
+from qat_lora.cache import CacheManifest
+from qat_lora.cache.teacher import stored_of
 from qat_lora.config import AdapterConfig, ExecutionConfig, KDConfig, OptimConfig, Packing
+from qat_lora.config.presets import scheme
 from qat_lora.evaluate import Windows, cached_kl, hidden_and_head, measure, placed
-from qat_lora.kd import CacheManifest, Head
-from qat_lora.kd.teacher import stored_of
-from qat_lora.loops import in_turn
-from qat_lora.presets import scheme
+from qat_lora.kd import Head
+from qat_lora.models.lean.loops import in_turn
 from qat_lora.quant import freeze_codes, quantize_model
-from qat_lora.runtime.graphs import cuts
 from qat_lora.runtime.precision import lower_frozen, precision_for
-from qat_lora.runtime.xla import XlaRuntime
+from qat_lora.runtime.xla.device import XlaRuntime
+from qat_lora.runtime.xla.graphs import cuts
 from qat_lora.train.execution import lower_layers
 from qat_lora.train.objective import KDObjective
 from qat_lora.train.optim import build_optimizer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "KDCacheDataset": "qat_lora.kd",
+    "KDCacheDataset": "qat_lora.cache",
     "kd_soft_ce": "qat_lora.kd",
     "QuantLinear": "qat_lora.quant",
     "CodedLinear": "qat_lora.quant",
@@ -27,7 +27,7 @@ _HOME = {
 __all__ = [*_HOME, "__version__"]  # noqa: PLE0604
 
 if TYPE_CHECKING:  # the same names for type checkers and editors
-    from qat_lora.kd import KDCacheDataset as KDCacheDataset
+    from qat_lora.cache import KDCacheDataset as KDCacheDataset
     from qat_lora.kd import kd_soft_ce as kd_soft_ce
     from qat_lora.quant import CodedLinear as CodedLinear
     from qat_lora.quant import QuantLinear as QuantLinear

@@ -1,7 +1,7 @@
 """Folders and files that lie elsewhere: URLs, opened by fsspec, with those of pathlib's words that a KD cache needs.
 
 Owns what a URL is and every call to fsspec, so that each failure is one sentence with its fix. Does not own copies on
-the local disk (`qat_lora.kd.fetch`).
+the local disk (`qat_lora.cache.fetch`).
 """
 
 from __future__ import annotations

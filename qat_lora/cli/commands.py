@@ -13,9 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora import adapters, models
-from qat_lora.cache_runs import CacheRun
+from qat_lora.cache import (
+    CacheManifest,
+    CacheWriter,
+    Part,
+    build_cache,
+    differ_in_padding,
+)
 from qat_lora.cli.progress import BarHook, bar
 from qat_lora.config import EvalRun, ExportRun, QatRun, RecoveryRun
+from qat_lora.config.cache import CacheRun
 from qat_lora.data import (
     Blocks,
     check_source,
@@ -41,8 +48,8 @@ from qat_lora.evaluate import (
 )
 from qat_lora.export import ADAPTER_FOLDER, export_adapter, export_dequantized, export_merged, verify_export
 from qat_lora.files import check_writable
-from qat_lora.kd import CacheManifest, CacheWriter, Head, Part, build_cache, differ_in_padding
-from qat_lora.placement import Placement, memory_bytes, places_of
+from qat_lora.kd import Head
+from qat_lora.models.placement import Placement, memory_bytes, places_of
 from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.train.checkpoint import load_checkpoint
 from qat_lora.train.run import Launch, RunResult, run_qat, run_recovery

@@ -14,11 +14,11 @@ from pathlib import Path
 from rich import print as rich_print
 from torch import nn
 
-from qat_lora import adapters, models, presets
-from qat_lora.cache_runs import CacheRun
+from qat_lora import adapters, models
 from qat_lora.cli import commands
 from qat_lora.cli.report import write_report
-from qat_lora.config import EvalRun, ExportRun, LoopConfig, PlaceConfig, QatRun, RecoveryRun
+from qat_lora.config import EvalRun, ExportRun, LoopConfig, PlaceConfig, QatRun, RecoveryRun, presets
+from qat_lora.config.cache import CacheRun
 from qat_lora.errors import ConfigError, OutputError
 from qat_lora.evaluate import Fidelity, fidelity_table, write_fidelity
 from qat_lora.export import ADAPTER_FOLDER

@@ -11,9 +11,8 @@ import argparse
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from qat_lora import presets
-from qat_lora.cache_runs import AnyCacheRun
-from qat_lora.config import AnyRun, QatRun
+from qat_lora.config import AnyRun, QatRun, presets
+from qat_lora.config.cache import AnyCacheRun
 from qat_lora.errors import ConfigError, did_you_mean
 from qat_lora.remote import Location
 from qat_lora.settings import leaves, load_settings, override, override_text

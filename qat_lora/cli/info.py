@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from qat_lora.kd import CacheSummary
+from qat_lora.cache import CacheSummary
 from qat_lora.remote import Location
 
 _NORMALIZERS = {

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from qat_lora import __version__
-from qat_lora.cache_runs import CacheRun
 from qat_lora.cli.flags import Parser, add_flags, launch_of, run_from
 from qat_lora.cli.operations import add_operations, operate
 from qat_lora.config import AnyRun, EvalRun, ExportRun, QatRun, RecoveryRun
+from qat_lora.config.cache import CacheRun
 from qat_lora.errors import ConfigError, QatLoraError
 
 # What the world does to a running program, as against a file that we forgot to look for.
@@ -80,7 +80,7 @@ def _on_chips(args: argparse.Namespace, argv: list[str]) -> int:
             f"--num-chips starts a process per chip with a model on each, but shard={shard}; use the script without "
             "_multi, without --num-chips."
         )
-    from qat_lora.runtime.xla_chips import launch
+    from qat_lora.runtime.xla.chips import launch
 
     return launch(main, _of_one_rank(argv), chips=args.num_chips)
 

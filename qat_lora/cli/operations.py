@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qat_lora.cache_runs import ConvertRun, MergeRun, SplitRun
 from qat_lora.cli.flags import Parser, add_flags, run_from
+from qat_lora.config.cache import ConvertRun, MergeRun, SplitRun
 from qat_lora.errors import ConfigError
 from qat_lora.remote import is_remote, location
 
@@ -54,8 +54,8 @@ def _local(folder: str) -> Path:
 def _info(args: argparse.Namespace) -> None:
     from rich import print as rich_print
 
+    from qat_lora.cache import summarise, verify
     from qat_lora.cli.info import cache_table
-    from qat_lora.kd import summarise, verify
 
     directory = location(args.directory)
     manifest = verify(directory) if args.verify else None  # first, since it names all that is damaged
@@ -65,8 +65,8 @@ def _info(args: argparse.Namespace) -> None:
 
 
 def _merge(args: argparse.Namespace) -> None:
+    from qat_lora.cache import merge
     from qat_lora.cli.progress import counted
-    from qat_lora.kd import merge
 
     run: Any = run_from(args, MergeRun)
     with counted("merge") as progress:
@@ -75,8 +75,8 @@ def _merge(args: argparse.Namespace) -> None:
 
 
 def _split(args: argparse.Namespace) -> None:
+    from qat_lora.cache import split_parts, split_rows
     from qat_lora.cli.progress import counted
-    from qat_lora.kd import split_parts, split_rows
 
     run: Any = run_from(args, SplitRun)
     if bool(run.parts) == bool(run.rows):
@@ -94,8 +94,8 @@ def _split(args: argparse.Namespace) -> None:
 
 
 def _convert(args: argparse.Namespace) -> None:
+    from qat_lora.cache import convert, convert_older, is_older
     from qat_lora.cli.progress import counted
-    from qat_lora.kd import convert, convert_older, is_older
 
     run: Any = run_from(args, ConvertRun)
     settings: dict[str, Any] = {
@@ -126,7 +126,7 @@ def _convert(args: argparse.Namespace) -> None:
 def _teacher(run: ConvertRun, folder: Path) -> dict[str, Any]:
     """What the older layout does not say of the teacher, from the model itself."""
     from qat_lora import models
-    from qat_lora.kd.older import read_meta
+    from qat_lora.cache.older import read_meta
 
     if not run.teacher:
         named = read_meta(folder).get("teacher_model")

@@ -21,9 +21,9 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from qat_lora.config.source import ChatTemplate
 from qat_lora.data.formats import Message
 from qat_lora.errors import DataError
-from qat_lora.source import ChatTemplate
 
 logger = logging.getLogger(__name__)
 

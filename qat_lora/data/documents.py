@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from qat_lora.config.source import SourceConfig
 from qat_lora.data.blocks import Document
 from qat_lora.data.hub import fetch
 from qat_lora.data.paths import HUB_PREFIX, has_tokens
@@ -16,7 +17,6 @@ from qat_lora.data.shuffle import shuffled
 from qat_lora.data.text import read_texts
 from qat_lora.data.tokens import token_documents
 from qat_lora.errors import ConfigError
-from qat_lora.source import SourceConfig
 
 
 def check_source(spec: str, config: SourceConfig) -> None:

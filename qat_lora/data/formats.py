@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from qat_lora.config.source import DataFormat
 from qat_lora.errors import DataError
-from qat_lora.source import DataFormat
 
 TEXT_KEYS = ("text", "content")
 CHAT_KEYS = ("messages", "conversations")

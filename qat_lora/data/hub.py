@@ -9,9 +9,9 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from qat_lora.config.source import SourceConfig
 from qat_lora.data.paths import HUB_PREFIX
 from qat_lora.errors import DataError
-from qat_lora.source import SourceConfig
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from qat_lora.source import SourceConfig
+from qat_lora.config.source import SourceConfig
 
 T = TypeVar("T")
 

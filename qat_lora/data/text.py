@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from qat_lora.config.source import SourceConfig
 from qat_lora.data.chat import ChatRenderer, plain_text
 from qat_lora.data.formats import ROW_KEYS, Row, content_of, recognised
 from qat_lora.data.hub import hub_rows
 from qat_lora.data.paths import HUB_PREFIX, find_files, is_local
 from qat_lora.data.shuffle import shuffled
 from qat_lora.errors import DataError
-from qat_lora.source import SourceConfig
 
 logger = logging.getLogger(__name__)
 

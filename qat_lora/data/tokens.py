@@ -22,11 +22,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from torch import Tensor
 
+from qat_lora.config.source import SourceConfig
 from qat_lora.data.blocks import Blocks
 from qat_lora.data.paths import find_files, has_tokens
 from qat_lora.data.shuffle import shuffled
 from qat_lora.errors import DataError
-from qat_lora.source import SourceConfig
 
 Array = np.ndarray[Any, Any]
 FIELDS = ("input_ids", "attention_mask", "lengths")

@@ -8,8 +8,15 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from qat_lora.cache import CacheManifest
 from qat_lora.evaluate.forward import hidden_and_head
-from qat_lora.kd import CacheManifest, Target, chunked_head_loss, distillation, position_mask, targets
+from qat_lora.kd import (
+    Target,
+    chunked_head_loss,
+    distillation,
+    position_mask,
+    targets,
+)
 from qat_lora.runtime import Runtime
 
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from qat_lora import models
 from qat_lora.errors import ModelError
 from qat_lora.kd import Head
-from qat_lora.mlps import use_lean_mlps
-from qat_lora.norms import use_lean_norms
+from qat_lora.models.lean.mlps import use_lean_mlps
+from qat_lora.models.lean.norms import use_lean_norms
 from qat_lora.runtime import Runtime
 
 

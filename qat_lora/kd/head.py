@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qat_lora.loops import Loop, in_turn
-from qat_lora.products import accurate
+from qat_lora.models.lean.loops import Loop, in_turn
+from qat_lora.models.lean.products import accurate
 
 LossFn = Callable[..., Tensor]
 

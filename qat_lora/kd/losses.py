@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qat_lora.config import Support
-from qat_lora.products import accurate
+from qat_lora.models.lean.products import accurate
 
 # Stands in for -inf where -inf would turn 0 * log 0 into NaN; exp of it is exactly 0 at any sensible temperature.
 NEVER = -1.0e30

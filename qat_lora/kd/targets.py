@@ -13,9 +13,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from qat_lora.cache.format import CacheManifest
 from qat_lora.errors import CacheMismatch
 from qat_lora.kd.draws import ratio_of
-from qat_lora.kd.format import CacheManifest
 from qat_lora.kd.losses import SampledTarget, SparseTarget, Target
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from qat_lora import products
 from qat_lora.config import LinearQuant
+from qat_lora.models.lean import products
 from qat_lora.quant.init import InitialState, search_initial_state
 from qat_lora.quant.packing import pack, packed_bytes, unpack
 from qat_lora.quant.primitives import dequantize, fake_quantize, level_values, quantize, round_through

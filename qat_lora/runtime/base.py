@@ -1,7 +1,7 @@
 """The machine behind one small protocol, and the words for it that the outside knows.
 
 Code above this folder never asks which device it runs on: it calls the protocol, and what a device does not need is
-nothing there. `qat_lora.runtime.select` picks the implementation; only `qat_lora.runtime.xla` imports torch_xla.
+nothing there. `qat_lora.runtime.select` picks the implementation; only `qat_lora.runtime.xla.device` imports torch_xla.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from qat_lora.loops import Body, in_turn
+from qat_lora.models.lean.loops import Body, in_turn
 
 # Where the lazy graph may be cut: set-up, between the acts of a step, in an evaluation, in a cache build.
 Phase = Literal[
@@ -70,7 +70,7 @@ class Runtime(Protocol):
         devices: among which this rank's batches are divided: 1, but where one program runs on all of them.
         precision: see `Precision`.
         static_graph: whether whole graphs are compiled ahead, without fused attention and with dear scatters: then
-            models use `qat_lora.attention`, `norms` and `mlps`, and losses get their candidates' logits apart.
+            models use `models.lean`, and losses get their candidates' logits apart.
     """
 
     device: torch.device
@@ -126,7 +126,7 @@ class Runtime(Protocol):
         """Clear the gradients: to None, or to zero tensors where the graph must not change. Also before step 0."""
 
     def loop(self, body: Body, carry: list[Tensor], xs: list[Tensor], size: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Run `body` over parts of `size` rows (see `qat_lora.loops`), compiled once where graphs are compiled."""
+        """Run `body` over parts of `size` rows (see `lean.loops`), compiled once where graphs are compiled."""
 
     def checkpoint(self, layer: Callable[..., Tensor], *args: Any) -> Tensor:
         """Run a layer so that backward computes it again instead of keeping its activations."""

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from qat_lora.layers import trunk_and_layers
+from qat_lora.models.lean.layers import trunk_and_layers
 from qat_lora.runtime.distributed import DistributedRuntime
 
 log = logging.getLogger(__name__)

@@ -65,15 +65,15 @@ def _start(kind: str, place: PlaceConfig, sync: Sync, shard: Shard, folder: Path
 
 def _start_xla(place: PlaceConfig, sync: Sync, shard: Shard, cache_dir: Path | None, *, several: bool) -> Runtime:
     if several:
-        from qat_lora.runtime.xla_chips import ChipsRuntime
+        from qat_lora.runtime.xla.chips import ChipsRuntime
 
         timeout = place.barrier_timeout
         return ChipsRuntime(dtype=place.dtype, sync=sync, cache_dir=cache_dir, barrier_timeout=timeout)
     if shard != "none":
-        from qat_lora.runtime.xla_spmd import SpmdRuntime
+        from qat_lora.runtime.xla.spmd import SpmdRuntime
 
         return SpmdRuntime(dtype=place.dtype, sync=sync, cache_dir=cache_dir, spreads_model=shard == "spmd")
-    from qat_lora.runtime.xla import XlaRuntime
+    from qat_lora.runtime.xla.device import XlaRuntime
 
     return XlaRuntime(dtype=place.dtype, sync=sync, cache_dir=cache_dir)
 
@@ -99,7 +99,7 @@ def _why_absent(kind: str) -> str:
     if kind == "mps" and not torch.backends.mps.is_available():
         return "torch sees no Apple GPU; run on an Apple-silicon Mac"
     if kind == "tpu":
-        from qat_lora.runtime.xla import why_absent
+        from qat_lora.runtime.xla.device import why_absent
 
         return why_absent()
     return ""

@@ -7,8 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
+from qat_lora.cache import CacheManifest, KDCacheDataset, topk_rows
 from qat_lora.evaluate import hidden_and_head
-from qat_lora.kd import CacheManifest, KDCacheDataset, topk_rows
 from qat_lora.runtime import Runtime
 from qat_lora.train.objective import Anchor, Batch
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qat_lora.cache import CacheManifest
 from qat_lora.config import QatRun, QuantScheme, RecoveryRun
 from qat_lora.errors import CheckpointError
-from qat_lora.kd import CacheManifest
 from qat_lora.models import Identity
 from qat_lora.runtime import Runtime
 from qat_lora.settings import to_json

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from qat_lora.cache import CacheManifest
 from qat_lora.config import KDConfig
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate import hidden_and_head
 from qat_lora.kd import (
-    CacheManifest,
     SparseTarget,
     chunked_head_loss,
     distillation,

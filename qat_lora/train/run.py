@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora import adapters, models
+from qat_lora.cache import CacheManifest, KDCacheDataset
 from qat_lora.config import QatRun, QuantScheme, RecoveryRun
 from qat_lora.errors import CheckpointError, ConfigError
 from qat_lora.evaluate import cached_kl, check_documents, placed
 from qat_lora.files import check_writable, write_json
-from qat_lora.kd import CacheManifest, KDCacheDataset
 from qat_lora.quant import freeze_codes
 from qat_lora.runtime import Runtime
 from qat_lora.settings import from_json, to_json

@@ -13,10 +13,10 @@ import torch
 import transformers
 
 from qat_lora import files, models
+from qat_lora.cache import load_manifest
 from qat_lora.cli.main import main
-from qat_lora.kd import load_manifest
+from tests.cache.killing import contents
 from tests.conftest import VOCAB
-from tests.kd.killing import contents
 
 
 @pytest.fixture

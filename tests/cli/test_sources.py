@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from qat_lora import models
+from qat_lora.cache import KDCacheDataset
 from qat_lora.cli import commands
 from qat_lora.cli.main import main
 from qat_lora.config import EvalRun
 from qat_lora.errors import DataError
-from qat_lora.kd import KDCacheDataset
 from tests.conftest import SEQ_LEN
 from tests.data.test_chat import IN_PROMPT
 

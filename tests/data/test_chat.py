@@ -8,10 +8,10 @@ import pytest
 import tokenizers
 import transformers
 
+from qat_lora.config.source import SourceConfig
 from qat_lora.data import read_texts, tokenize_blocks
 from qat_lora.data.chat import ChatRenderer
 from qat_lora.errors import DataError
-from qat_lora.source import SourceConfig
 
 EOS = "<|im_end|>"
 # The markup of chat models with two modes, in the three ways of treating `enable_thinking` that there are.

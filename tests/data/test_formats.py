@@ -6,11 +6,11 @@ import json
 
 import pytest
 
+from qat_lora.config.source import SourceConfig
 from qat_lora.data import read_texts
 from qat_lora.data.chat import plain_text
 from qat_lora.data.formats import Row, content_of
 from qat_lora.errors import DataError
-from qat_lora.source import SourceConfig
 
 QUESTION, ANSWER = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hi."}
 ROWS = {

@@ -9,10 +9,10 @@ import types
 
 import pytest
 
+from qat_lora.config.source import SourceConfig
 from qat_lora.data import check_source, fetch_source, read_documents, read_texts, tokenize_blocks
 from qat_lora.data.shuffle import shuffled
 from qat_lora.errors import ConfigError, DataError
-from qat_lora.source import SourceConfig
 from tests.data.test_blocks import ByteTokenizer
 
 STREAM = SourceConfig(streaming=True)

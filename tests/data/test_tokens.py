@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
+from qat_lora.config.source import SourceConfig
 from qat_lora.data import check_source, read_documents, token_blocks, tokenize_blocks
 from qat_lora.errors import ConfigError, DataError
-from qat_lora.source import SourceConfig
 from tests.data.test_blocks import EOS, ByteTokenizer
 
 PLAIN = SourceConfig()

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qat_lora import attention, models
+from qat_lora import models
+from qat_lora.cache.documents import document_positions
 from qat_lora.errors import ModelError
 from qat_lora.evaluate import check_documents
-from qat_lora.kd.documents import document_positions
-from tests.test_attention import FAMILIES, TINY, tiny
+from qat_lora.models.lean import attention
+from tests.models.test_attention import FAMILIES, TINY, tiny
 from tests.tolerances import assert_close_to_largest
 
 SETTINGS = FAMILIES

@@ -6,8 +6,8 @@ import pytest
 
 from qat_lora import adapters, models
 from qat_lora.config import AdapterConfig
+from qat_lora.config.presets import scheme
 from qat_lora.evaluate import size_of
-from qat_lora.presets import scheme
 from qat_lora.quant import freeze_codes, quantize_model
 
 # The tiny teacher: hidden 44, 3 heads of 12 and 1 kv head, MLP 52, two layers, vocabulary 211.

@@ -7,7 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qat_lora.kd import Head, SparseTarget, chunked_head_loss, hard_top1, next_token_ce, sparse_kl
+from qat_lora.kd import (
+    Head,
+    SparseTarget,
+    chunked_head_loss,
+    hard_top1,
+    next_token_ce,
+    sparse_kl,
+)
 
 S, H, V, K = 13, 6, 31, 4
 ALL_ROWS = (torch.arange(S),)  # what a loss is told of its rows here: which they are

@@ -8,11 +8,18 @@ import numpy as np
 import pytest
 import torch
 
+from qat_lora.cache import KDCacheDataset
+from qat_lora.cache.codec import decoded, encoded
 from qat_lora.errors import CacheError, ModelError
-from qat_lora.kd import KDCacheDataset, SampledTarget, SparseTarget, sampled_kl, sparse_kl, targets
-from qat_lora.kd.codec import decoded, encoded
+from qat_lora.kd import (
+    SampledTarget,
+    SparseTarget,
+    sampled_kl,
+    sparse_kl,
+    targets,
+)
 from qat_lora.kd.draws import draw, drawn_rows, ratio_of, run_ends, uniforms
-from tests.kd.conftest import TinyTeacher, blocks_of, build, manifest_of
+from tests.cache.conftest import TinyTeacher, blocks_of, build, manifest_of
 
 VOCAB = 1100  # three blocks, the last one short
 
@@ -200,7 +207,7 @@ def test_a_sampled_cache_gives_what_was_drawn(tmp_path, preload, proposal, tempe
 
 def test_bytes_per_token_of_a_large_vocabulary(tmp_path) -> None:
     """Twelve distinct tokens of 151,936: at most 45 bytes on disk, all included."""
-    from qat_lora.kd import CacheWriter, summarise
+    from qat_lora.cache import CacheWriter, summarise
 
     rows, length = 8, 512
     blocks = blocks_of(rows, seq_len=length, vocab_size=151936)
@@ -226,7 +233,7 @@ def test_bytes_per_token_of_a_large_vocabulary(tmp_path) -> None:
 
 
 def test_top_k_of_a_large_vocabulary_takes_at_most_400_bytes(tmp_path) -> None:
-    from qat_lora.kd import CacheWriter
+    from qat_lora.cache import CacheWriter
 
     rows, length = 4, 256
     blocks = blocks_of(rows, seq_len=length, vocab_size=151936)

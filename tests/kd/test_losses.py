@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.kd import SparseTarget, hard_top1, kd_soft_ce, next_token_ce, soft_ce, sparse_kl
+from qat_lora.kd import (
+    SparseTarget,
+    hard_top1,
+    kd_soft_ce,
+    next_token_ce,
+    soft_ce,
+    sparse_kl,
+)
 from tests.reference import kd as reference
 
 S, V, K = 7, 23, 5

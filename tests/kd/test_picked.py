@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qat_lora.kd import Head, SparseTarget, chunked_head_loss, hard_top1, next_token_ce, sparse_kl
+from qat_lora.kd import (
+    Head,
+    SparseTarget,
+    chunked_head_loss,
+    hard_top1,
+    next_token_ce,
+    sparse_kl,
+)
 
 S, H, V, K = 13, 6, 31, 4
 ORDER = torch.randperm(K, generator=torch.Generator().manual_seed(5))  # candidates stand in any order

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from qat_lora.kd import Head, SparseTarget, chunked_head_loss, sparse_kl
+from qat_lora.kd import (
+    Head,
+    SparseTarget,
+    chunked_head_loss,
+    sparse_kl,
+)
 
 S, H, V, K = 32, 64, 509, 16
 

@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+from qat_lora.cache import writer
 from qat_lora.cli.main import main
-from qat_lora.kd import writer
 
 ROWS, ROWS_PER_SHARD = 52, 8  # 7 shards, the last one of 4 rows
 RANK = int(os.environ.get("RANK", "0"))

@@ -17,7 +17,7 @@ import torch_xla.runtime as xr
 from torch_xla._internal import pjrt
 
 from qat_lora.errors import DeviceError
-from qat_lora.runtime import xla_chips
+from qat_lora.runtime.xla import chips as xla_chips
 
 HOW = os.environ.get("HOW", "")
 initialize = pjrt.initialize_multiprocess

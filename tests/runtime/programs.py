@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from qat_lora.cache import load_manifest
 from qat_lora.config import ExecutionConfig, KDConfig, OptimConfig, PlaceConfig, RecoveryRun
-from qat_lora.kd import load_manifest
 from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.train.run import run_qat, run_recovery
 from tests.conftest import cache_run, qat_run, recovery_run
@@ -157,10 +157,10 @@ def training_hlo(folder: str) -> dict:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from qat_lora import adapters, models
+    from qat_lora.cache import CacheManifest
     from qat_lora.config import AdapterConfig
+    from qat_lora.config.presets import scheme
     from qat_lora.evaluate import placed
-    from qat_lora.kd import CacheManifest
-    from qat_lora.presets import scheme
     from qat_lora.quant import freeze_codes, quantize_model
     from qat_lora.train.objective import KDObjective
     from qat_lora.train.optim import build_optimizer

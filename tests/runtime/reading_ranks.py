@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from qat_lora.cache import KDCacheDataset
 from qat_lora.config import PlaceConfig
-from qat_lora.kd import KDCacheDataset
 from qat_lora.runtime import Runtime, runtime_for
 
 PATIENCE = 10  # seconds

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from qat_lora.cache import KDCacheDataset
 from qat_lora.cli.main import main
-from qat_lora.kd import KDCacheDataset
 from qat_lora.runtime import LocalRuntime
 from qat_lora.train.run import run_qat
 from tests.conftest import qat_run

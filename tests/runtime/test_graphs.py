@@ -11,10 +11,10 @@ from typing import get_args
 import pytest
 
 from qat_lora.config import Sync
-from qat_lora.runtime import graphs
 from qat_lora.runtime.base import CompiledGraph, Phase
-from qat_lora.runtime.diary import PhaseDiary
-from qat_lora.runtime.graphs import compile_log, cuts, parse_compilations
+from qat_lora.runtime.xla import graphs
+from qat_lora.runtime.xla.diary import PhaseDiary
+from qat_lora.runtime.xla.graphs import compile_log, cuts, parse_compilations
 
 ALWAYS = {"set-up", "anchor rows", "evaluation", "cache"}
 ACTS = {"anchor forward", "forward", "anchor backward", "backward"}

@@ -1,6 +1,6 @@
 """Reading over real ranks: one stream, taken in turn, whatever the number of shards and rows.
 
-`tests/kd/test_reader.py` does the same with readers of one process; here ranks would wait for each other for ever.
+`tests/cache/test_reader.py` does the same with readers of one process; here ranks would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from qat_lora.cache import KDCacheDataset
 from qat_lora.cli import commands
-from qat_lora.kd import KDCacheDataset
 from tests.conftest import cache_run
 from tests.runtime.reading_ranks import SEED, Case, Rows
 from tests.runtime.test_distributed import found_in, under_torchrun

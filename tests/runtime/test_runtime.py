@@ -10,8 +10,8 @@ import torch
 
 import qat_lora
 from qat_lora.config import PlaceConfig
+from qat_lora.config.presets import scheme
 from qat_lora.errors import DeviceError
-from qat_lora.presets import scheme
 from qat_lora.quant import CodedLinear, QuantLinear, freeze_codes, quantize_model
 from qat_lora.runtime import LocalRuntime, runtime_for
 from qat_lora.runtime.local import process_memory

@@ -22,13 +22,13 @@ import torch
 from torch import nn
 
 from qat_lora import adapters, models
+from qat_lora.cache import KDCacheDataset
 from qat_lora.cli import commands
 from qat_lora.config import AdapterConfig, ExecutionConfig, KDConfig, OptimConfig, PlaceConfig
+from qat_lora.config.presets import scheme
 from qat_lora.evaluate import placed
-from qat_lora.kd import KDCacheDataset
-from qat_lora.mlps import use_lean_mlps
-from qat_lora.norms import use_lean_norms
-from qat_lora.presets import scheme
+from qat_lora.models.lean.mlps import use_lean_mlps
+from qat_lora.models.lean.norms import use_lean_norms
 from qat_lora.quant import freeze_codes, quantize_model
 from qat_lora.runtime import LocalRuntime, runtime_for
 from qat_lora.train import optim

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from qat_lora import models
+from qat_lora.cache import KDCacheDataset
 from qat_lora.cli import commands
-from qat_lora.kd import KDCacheDataset
 from qat_lora.runtime import LocalRuntime
 from qat_lora.train.run import run_qat, run_recovery
 from tests.conftest import cache_run, qat_run

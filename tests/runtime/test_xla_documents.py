@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from qat_lora import models
+from qat_lora.cache import KDCacheDataset
 from qat_lora.cli import commands
 from qat_lora.config import ExecutionConfig, KDConfig, PlaceConfig, RecoveryRun
 from qat_lora.evaluate import hidden_and_head, placed
-from qat_lora.kd import KDCacheDataset
 from qat_lora.runtime import LocalRuntime, runtime_for
 from qat_lora.train.run import run_qat, run_recovery
 from tests.conftest import SEQ_LEN, cache_run, qat_run, recovery_run

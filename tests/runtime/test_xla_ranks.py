@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from qat_lora.errors import QatLoraError
-from qat_lora.runtime import LocalRuntime, xla_chips
+from qat_lora.runtime import LocalRuntime
+from qat_lora.runtime.xla import chips as xla_chips
 from qat_lora.train.run import run_recovery
 from tests.runtime import programs, ranks
 from tests.runtime.test_xla_spmd import left_at_15

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from qat_lora.cache import KDCacheDataset
 from qat_lora.cli import commands
 from qat_lora.config import ExecutionConfig, KDConfig, PlaceConfig
-from qat_lora.kd import KDCacheDataset
 from qat_lora.runtime import LocalRuntime, runtime_for
 from qat_lora.train.run import run_qat
 from tests.conftest import cache_run, qat_run

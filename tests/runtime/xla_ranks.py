@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from qat_lora.config import ExecutionConfig, QatRun
-from qat_lora.runtime.xla_chips import ChipsRuntime
+from qat_lora.runtime.xla.chips import ChipsRuntime
 from qat_lora.train.run import run_qat, run_recovery
 from tests.runtime import ranks
 

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat_lora import models
+from qat_lora.cache import KDCacheDataset, summarise
 from qat_lora.cli import commands
 from qat_lora.config import ExecutionConfig, KDConfig
+from qat_lora.config.presets import scheme
 from qat_lora.errors import ModelError
 from qat_lora.evaluate import cached_kl
-from qat_lora.kd import KDCacheDataset, summarise
-from qat_lora.presets import scheme
 from qat_lora.runtime import LocalRuntime
 from qat_lora.train.anchor import build_anchor
 from qat_lora.train.objective import KDObjective

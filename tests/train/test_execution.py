@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from qat_lora import models
+from qat_lora.cache import KDCacheDataset
 from qat_lora.config import AdapterConfig, ExecutionConfig, KDConfig, LoopConfig, OptimConfig, QatRun, RecoveryRun
+from qat_lora.config.presets import scheme
 from qat_lora.errors import ConfigError, ModelError
-from qat_lora.kd import KDCacheDataset
-from qat_lora.mlps import use_lean_mlps
-from qat_lora.norms import use_lean_norms
-from qat_lora.presets import scheme
+from qat_lora.models.lean.mlps import use_lean_mlps
+from qat_lora.models.lean.norms import use_lean_norms
 from qat_lora.quant import freeze_codes
 from qat_lora.runtime import LocalRuntime, MemoryUse
 from qat_lora.settings import to_json
@@ -253,7 +253,7 @@ def test_scanning_and_keeping_activations_exclude_each_other(teacher_dir) -> Non
 
 @pytest.mark.parametrize("mode", ["auto", "on"])
 def test_scanned_layers_are_not_checkpointed_as_well(mode, teacher_dir, caplog) -> None:
-    from qat_lora.layers import ScannedLayers
+    from qat_lora.models.lean.layers import ScannedLayers
 
     model, _ = student(teacher_dir, "qat")
     with caplog.at_level(logging.INFO):

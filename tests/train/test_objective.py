@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from qat_lora import models
+from qat_lora.cache import KDCacheDataset
 from qat_lora.config import KDConfig
-from qat_lora.kd import KDCacheDataset
-from qat_lora.presets import scheme
+from qat_lora.config.presets import scheme
 from qat_lora.train.anchor import build_anchor
 from qat_lora.train.objective import Anchor, KDObjective
 from qat_lora.train.student import round_to_nearest

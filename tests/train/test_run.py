@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qat_lora import models, presets
+from qat_lora import models
 from qat_lora.cli import commands
-from qat_lora.config import AdapterConfig, KDConfig, OptimConfig
+from qat_lora.config import AdapterConfig, KDConfig, OptimConfig, presets
+from qat_lora.config.presets import SCHEMES, scheme
 from qat_lora.errors import CheckpointError, ConfigError
-from qat_lora.presets import SCHEMES, scheme
 from qat_lora.remote import location
 from qat_lora.train.checkpoint import load_checkpoint, numbered, save_numbered
 from qat_lora.train.run import run_qat, run_recovery

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from qat_lora.cache import KDCacheDataset
 from qat_lora.cli import commands
 from qat_lora.config import KDConfig
 from qat_lora.errors import CacheMismatch, ConfigError
-from qat_lora.kd import KDCacheDataset
 from qat_lora.runtime import LocalRuntime
 from qat_lora.train.run import run_qat
 from tests.conftest import VOCAB, cache_run, qat_run

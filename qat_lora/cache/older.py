@@ -1,0 +1,366 @@
+"""The older layout of a cache, read so that it can be converted: `shard_*.pt` of raw logits, and `meta.json`.
+
+A shard is a dict of tensors: input_ids and attention_mask ``[N, L]``, topk_idx and topk_logits ``[N, P, K]``, and
+maybe rand_idx and rand_logits ``[N, P, m]``, of ids drawn evenly from the vocabulary with replacement. P is L - 1 (the
+last position's prediction was dropped) or L. Logits are those of the teacher, before any softmax, mostly in float16.
+
+What it lacks is the log-sum-exp over the vocabulary, without which no logit is a probability. It is estimated from the
+samples: with C the candidates, and J the m_J samples that are no candidates,
+
+    Z = sum_{v in C} exp(z_v / T) + (V - K) / m_J * sum_{j in J} exp(z_j / T),    lse_T = log Z
+
+J is drawn evenly from the V - K others, so Z is unbiased; log Z is too low by about Var(Z) / (2 Z^2). Its standard
+error is (V - K) s / (sqrt(m_J) Z), with s the standard deviation of exp(z_j / T) over J. Where few large
+weights make most of a tail, m samples mostly miss them: then most tails are too small, a few much too large, and s is
+too small with the tail. Where all samples are candidates (a tiny vocabulary), the tail is taken as 0.
+
+Legend: N rows of a shard, L tokens of its rows, T positions of a row that are kept, K candidates, m samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from qat_lora.cache.codec import Array
+from qat_lora.cache.format import CacheManifest
+from qat_lora.cache.operations import Narrowed, Progress, check_apart, narrower, write_rows
+from qat_lora.cache.rows import Tokens, joined, rows_digest
+from qat_lora.cache.teacher import LEAST_LOGPROB
+from qat_lora.errors import CacheError, CacheMismatch, ConfigError
+
+META_NAME = "meta.json"
+ROWS_AT_ONCE = 16  # whose logits become float64, and whose samples are looked up among the candidates
+
+
+def is_older(folder: Path) -> bool:
+    """Whether a folder holds a cache of the older layout."""
+    return (folder / META_NAME).is_file() and any(folder.glob("shard_*.pt"))
+
+
+def convert_older(
+    folder: Path,
+    output: Path,
+    *,
+    teacher: str,
+    teacher_digest: str,
+    tokenizer_digest: str,
+    vocab_size: int,
+    tokenizer_size: int = 0,
+    estimate_tail: bool = True,
+    top_k: int = 0,
+    temperatures: tuple[float, ...] = (),
+    logprob_bits: int = 0,
+    rows_per_shard: int = 0,
+    progress: Progress | None = None,
+) -> CacheManifest:
+    """Store a cache of the older layout as one of ours, with the teacher that the caller answers for.
+
+    A row keeps the positions of which there is a prediction: T = L - 1 where the last one was dropped. With
+    `estimate_tail` the log-sum-exp is estimated from the samples, else it is that of the candidates alone, which makes
+    every candidate too probable. The manifest says which (`normalizer`), its `source` how good the estimate is.
+    `tokenizer_size` is the tokenizer's greatest id + 1, 0 where it is not known.
+
+    Raises CacheError where a file is missing, damaged or no such shard, CacheMismatch where meta.json names another
+    vocabulary, ConfigError where there are no samples to estimate from.
+    """
+    check_apart([folder], output)
+    rows = OlderRows(folder, vocab_size, temperatures or (1.0,), estimate_tail=estimate_tail)
+    was = CacheManifest(
+        teacher=teacher,
+        teacher_digest=teacher_digest,
+        tokenizer_digest=tokenizer_digest,
+        vocab_size=vocab_size,
+        tokenizer_size=tokenizer_size,
+        seq_len=rows.seq_len,
+        top_k=rows.top_k,
+        rows=rows.count,
+        source=rows.described(),
+        source_digest=rows_digest(rows, rows.seq_len),
+        temperatures=tuple(rows.temperatures),
+        logprob_bits=32,
+        normalizer=rows.normalizer,
+    )
+    wanted = narrower(was, folder, top_k=top_k, logprob_bits=logprob_bits or 5)
+    wanted = dataclasses.replace(wanted, rows_per_shard=rows_per_shard)  # 0: what fits a shard, once it is narrow
+    return write_rows(Narrowed(rows, was, wanted), wanted, output, progress)
+
+
+class OlderRows:
+    """Rows of a cache of the older layout, float32, all their candidates.
+
+    Attributes:
+        seq_len: T. top_k: K. samples: m, 0 where there are none.
+        temperatures: 1.0 first.
+        standard_error: of lse at T = 1, mean over the valid positions; 0 where it is not estimated.
+        normalizer: as in a manifest.
+    """
+
+    def __init__(
+        self, folder: Path, vocab_size: int, temperatures: tuple[float, ...] = (1.0,), *, estimate_tail: bool = True
+    ) -> None:
+        """Read all shards once: their sizes, and how good the estimate is."""
+        self.folder, self.vocab_size = folder, vocab_size
+        self.temperatures = [1.0, *(t for t in dict.fromkeys(temperatures) if t != 1.0)]
+        self.meta = read_meta(folder)
+        self._check_vocabulary()
+        self._paths = _shards(folder)
+        self._counts: list[int] = []
+        self.seq_len = self.top_k = self.samples = 0
+        errors, positions = 0.0, 0
+        self._estimate = True
+        for index, path in enumerate(self._paths):
+            _check_whole(path)
+            older = _load(path)
+            sizes = _sizes(path, older)
+            if index and sizes != (self.seq_len, self.top_k, self.samples):
+                raise CacheError(
+                    f"{str(path)!r} has {sizes} positions, candidates and samples, {str(self._paths[0])!r} has "
+                    f"{(self.seq_len, self.top_k, self.samples)}; keep the shards of one cache in a folder."
+                )
+            self.seq_len, self.top_k, self.samples = sizes
+            if not index:
+                self._choose(estimate_tail)
+            self._counts.append(len(older["input_ids"]))
+            self._check_ids(path, older)
+            lengths_N = _lengths(path, older, self.seq_len)
+            valid_NT = np.arange(self.seq_len) < lengths_N[:, None]
+            for some in _slices(self._counts[-1]) if self._estimate else ():
+                error_NT = self._normalised(path, {name: x[some] for name, x in older.items()})[1]
+                errors += float(error_NT[valid_NT[some]].sum())
+            positions += int(valid_NT.sum())
+        self.standard_error = errors / positions if positions else 0.0
+
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        return sum(self._counts)
+
+    @property
+    def normalizer(self) -> Any:
+        """How the log-sum-exp is known."""
+        return "estimated" if self._estimate else "exact" if self.top_k == self.vocab_size else "candidates"
+
+    def described(self) -> str:
+        """Where the rows came from, and how far they can be trusted, as a manifest's `source`."""
+        names = (self.meta.get(key) for key in ("dataset_name", "dataset_config_name", "dataset_split"))
+        source = ":".join(str(name) for name in names if name) or self.folder.name
+        how = {
+            "exact": "all of the vocabulary",
+            "estimated": f"log-sum-exp estimated from {self.samples} uniform ids per position, standard error "
+            f"{self.standard_error:.4f} on average",
+            "candidates": f"renormalised over {self.top_k} candidates, without a tail",
+        }[self.normalizer]
+        return f"{source} (converted from the older layout: {how})"
+
+    def fields(self, rows: range) -> dict[str, Array]:
+        """See `kd.rows.Rows`."""
+        pieces, first = [], 0
+        for index, count in enumerate(self._counts):
+            inside = slice(max(rows.start - first, 0), max(min(rows.stop - first, count), 0))
+            if inside.start < inside.stop:
+                older = _load(self._paths[index])  # mapped, so the rest of it takes no memory
+                pieces.append(self._fields(self._paths[index], {name: x[inside] for name, x in older.items()}))
+            first += count
+        return joined(pieces)
+
+    def tokens(self) -> Iterator[Tokens]:
+        """See `kd.rows.Rows`."""
+        for path in self._paths:
+            older = _load(path)
+            ids_rT = older["input_ids"][:, : self.seq_len].astype(np.int32)
+            yield {"input_ids": ids_rT, "lengths": _lengths(path, older, self.seq_len)}
+
+    def _choose(self, estimate_tail: bool) -> None:
+        """Decide, once the sizes are known, whether the log-sum-exp is estimated."""
+        if self.top_k > self.vocab_size:
+            raise CacheMismatch(
+                f"{str(self.folder)!r} has {self.top_k} candidates, more than the vocabulary of {self.vocab_size} "
+                "tokens of the teacher; give the --teacher that it was built from."
+            )
+        self._estimate = estimate_tail and self.top_k < self.vocab_size
+        if self._estimate and not self.samples:
+            raise ConfigError(
+                f"{str(self.folder)!r} has no rand_idx and rand_logits, from which the probability outside its "
+                f"{self.top_k} candidates could be estimated; build a cache from the teacher, or take --tail none, "
+                "which renormalises over the candidates and is biased."
+            )
+
+    def _check_vocabulary(self) -> None:
+        named = self.meta.get("vocab_size")
+        if named and named != self.vocab_size:
+            raise CacheMismatch(
+                f"{str(self.folder / META_NAME)!r} has vocab_size={named}, but the teacher's is {self.vocab_size}; "
+                f"give the --teacher that it was built from (meta.json says {self.meta.get('teacher_model')!r})."
+            )
+
+    def _fields(self, path: Path, older: dict[str, Array]) -> dict[str, Array]:
+        """The fields of some rows of a shard."""
+        pieces = [
+            self._normalised(path, {name: x[some] for name, x in older.items()})[0]
+            for some in _slices(len(older["input_ids"]))
+        ]
+        return {
+            **joined(pieces),
+            "input_ids": older["input_ids"][:, : self.seq_len].astype(np.int32),
+            "lengths": _lengths(path, older, self.seq_len),
+        }
+
+    def _normalised(self, path: Path, older: dict[str, Array]) -> tuple[dict[str, Array], Array]:
+        """Candidates, log-sum-exp and tail of a few rows, and the standard error of lse at T = 1 ``[N, T]``."""
+        ids_NTK = older["topk_idx"].astype(np.int64)
+        logits_NTK = older["topk_logits"].astype(np.float64)
+        order_NTK = np.argsort(-logits_NTK, axis=-1, kind="stable")
+        ids_NTK = np.take_along_axis(ids_NTK, order_NTK, -1)
+        logits_NTK = np.take_along_axis(logits_NTK, order_NTK, -1)
+        most_NT1 = logits_NTK[..., :1]
+        if not np.isfinite(most_NT1).all():
+            raise CacheError(f"{str(path)!r} has a position without a finite logit; build the cache again.")
+        lse, tail = [], []
+        error_NT = np.zeros(logits_NTK.shape[:2])
+        for temperature in self.temperatures:
+            kept_NT = np.exp((logits_NTK - most_NT1) / temperature).sum(-1)
+            rest_NT = np.zeros_like(kept_NT)
+            if self._estimate:
+                rest_NT, rest_error_NT = self._rest(path, older, ids_NTK, logits_NTK, temperature)
+                if temperature == 1.0:
+                    error_NT = rest_error_NT / (kept_NT + rest_NT)
+            lse.append(most_NT1[..., 0] / temperature + np.log(kept_NT + rest_NT))
+            tail.append(rest_NT / (kept_NT + rest_NT))
+        fields = {
+            "topk_ids": ids_NTK,
+            "topk_logprobs": np.maximum(logits_NTK - lse[0][..., None], LEAST_LOGPROB).astype(np.float32),
+            "lse": np.stack(lse, -1).astype(np.float32),
+            "tail": np.stack(tail, -1).astype(np.float32),
+        }
+        return fields, error_NT
+
+    def _rest(
+        self, path: Path, older: dict[str, Array], ids_NTK: Array, logits_NTK: Array, temperature: float
+    ) -> tuple[Array, Array]:
+        """Estimate the sum of exp((z_v - z_max) / T) over all but the candidates; with its standard error, [N, T]."""
+        place_NT1 = np.arange(ids_NTK.shape[0] * ids_NTK.shape[1]).reshape(*ids_NTK.shape[:2], 1) * self.vocab_size
+        drawn_NTm = older["rand_idx"].astype(np.int64)
+        other_NTm = ~np.isin(drawn_NTm + place_NT1, ids_NTK + place_NT1)
+        logits_NTm = older["rand_logits"].astype(np.float64)
+        if (other_NTm & (logits_NTm > logits_NTK[..., -1:])).any():
+            raise CacheError(
+                f"{str(path)!r} has samples above the least of the candidates, which are then not the top "
+                f"{self.top_k}; build the cache again."
+            )
+        weights_NTm = np.where(other_NTm, np.exp((logits_NTm - logits_NTK[..., :1]) / temperature), 0.0)
+        count_NT = np.maximum(other_NTm.sum(-1), 1)
+        mean_NT = weights_NTm.sum(-1) / count_NT
+        squares_NT = np.where(other_NTm, (weights_NTm - mean_NT[..., None]) ** 2, 0.0).sum(-1)
+        deviation_NT = np.sqrt(squares_NT / np.maximum(count_NT - 1, 1))
+        others = self.vocab_size - self.top_k
+        return others * mean_NT, others * deviation_NT / np.sqrt(count_NT)
+
+    def _check_ids(self, path: Path, older: dict[str, Array]) -> None:
+        for name in ("input_ids", "topk_idx", "rand_idx"):
+            ids = older.get(name, np.zeros(1))
+            if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
+                raise CacheError(
+                    f"{str(path)!r} holds {name} {ids.min()}..{ids.max()}, but the teacher's vocabulary has "
+                    f"{self.vocab_size} tokens; give the --teacher that it was built from."
+                )
+        ordered = (np.sort(older["topk_idx"][some], -1) for some in _slices(len(older["topk_idx"])))
+        if any((ids_NTK[..., 1:] == ids_NTK[..., :-1]).any() for ids_NTK in ordered):
+            raise CacheError(f"{str(path)!r} names a candidate twice at one position; build the cache again.")
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """What meta.json says; CacheError where it cannot be read."""
+    path = folder / META_NAME
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CacheError(f"Cannot read {str(path)!r} ({error}); restore the file.") from None
+    if not isinstance(meta, dict):
+        raise CacheError(f"{str(path)!r} is no JSON object; restore the file.")
+    return meta
+
+
+def _shards(folder: Path) -> list[Path]:
+    """All shards in order; CacheError where one between them is missing."""
+    found = {}
+    for path in folder.glob("shard_*.pt"):
+        number = path.stem.removeprefix("shard_")
+        if number.isdigit():
+            found[int(number)] = path
+    if missing := sorted(set(range(max(found, default=0) + 1)) - set(found)):
+        raise CacheError(f"{str(folder)!r} lacks shard_{missing[0]:05d}.pt; restore the file.")
+    return [found[number] for number in sorted(found)]
+
+
+def _check_whole(path: Path) -> None:
+    """Compare the checksums that torch.save leaves in its zip files; CacheError where one differs."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as stored:
+            try:
+                wrong = stored.testzip()
+            except zipfile.BadZipFile as error:
+                wrong = str(error)
+        if wrong is not None:
+            raise CacheError(f"{str(path)!r} is damaged (checksum of {wrong}); restore the file.")
+
+
+def _load(path: Path) -> dict[str, Array]:
+    """The tensors of a shard, mapped where torch can, in the dtypes that they are stored in."""
+    try:
+        mapped = zipfile.is_zipfile(path)  # torch's first format was none
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+        raise CacheError(f"{str(path)!r} cannot be read ({reason}), it is truncated or damaged; restore it.") from None
+    needed = ("input_ids", "topk_idx", "topk_logits")
+    if not isinstance(tensors, dict) or not all(isinstance(tensors.get(name), torch.Tensor) for name in needed):
+        raise CacheError(f"{str(path)!r} is no shard of the older layout, which has {', '.join(needed)}; remove it.")
+    named = {name: x for name, x in tensors.items() if isinstance(x, torch.Tensor)}
+    return {name: (x.float() if x.dtype == torch.bfloat16 else x).numpy() for name, x in named.items()}
+
+
+def _slices(rows: int) -> list[slice]:
+    return [slice(start, start + ROWS_AT_ONCE) for start in range(0, rows, ROWS_AT_ONCE)]
+
+
+def _sizes(path: Path, older: dict[str, Array]) -> tuple[int, int, int]:
+    """(T, K, m) of a shard; CacheError where its shapes do not fit each other."""
+    shapes = {name: x.shape for name, x in older.items()}
+    rows, length = shapes["input_ids"] if len(shapes["input_ids"]) == 2 else (0, 0)
+    top = shapes["topk_idx"]
+    drawn = shapes.get("rand_idx", (*top[:2], 0))
+    fits = (
+        rows > 0
+        and len(top) == len(drawn) == 3
+        and top[0] == rows
+        and top[1] in (length, length - 1)
+        and top[1] > 0
+        and top[2] > 0
+        and shapes["topk_logits"] == top
+        and drawn[:2] == top[:2]
+        and (drawn[2] == 0 or shapes.get("rand_logits") == drawn)
+        and shapes.get("attention_mask", (rows, length)) == (rows, length)
+    )
+    if not fits:
+        shown = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise CacheError(f"{str(path)!r} has tensors that do not fit each other ({shown}); build the cache again.")
+    return int(top[1]), int(top[2]), int(drawn[2])
+
+
+def _lengths(path: Path, older: dict[str, Array], seq_len: int) -> Array:
+    """Valid positions of each row ``[N]``; CacheError where padding is not on the right."""
+    if "attention_mask" not in older:
+        return np.full(len(older["input_ids"]), seq_len, np.int32)
+    mask_NL = older["attention_mask"] != 0
+    if (mask_NL[:, 1:] & ~mask_NL[:, :-1]).any():
+        raise CacheError(f"{str(path)!r} has rows with padding before tokens, which cannot be stored; build it again.")
+    return np.minimum(mask_NL.sum(1), seq_len).astype(np.int32)

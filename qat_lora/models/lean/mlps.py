@@ -1,0 +1,72 @@
+"""Gated MLPs that keep the two factors of their product alone.
+
+    p = silu(g) * u,  dg = dp * u * s * (1 + g * (1 - s)),  du = dp * silu(g),  s = sigmoid(g)
+
+Torch keeps g, silu(g) and u, and the next matrix product p: four tensors of the width of the MLP, where two give the
+others again.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from qat_lora.models.lean.products import accurate, made_from, whole
+
+
+def silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, of equal shapes and float dtypes; both are kept, and the product is made again from them.
+
+    Once differentiable.
+    """
+    return made_from(_SiluTimes.apply(gate, up), _silu_times, gate, up)
+
+
+def use_lean_mlps(model: nn.Module) -> None:
+    """Let the model's gated MLPs with SiLU keep only the two factors of their product, in place; leave the others."""
+    for module in model.modules():
+        if type(module).__name__.endswith("MLP") and _is_plain_gated_mlp(module):
+            module.forward = MethodType(_lean_mlp, module)
+
+
+def _lean_mlp(module: Any, x: Tensor) -> Tensor:
+    product: Tensor = module.down_proj(silu_times(module.gate_proj(x), module.up_proj(x)))
+    return product
+
+
+def _is_plain_gated_mlp(module: Any) -> bool:
+    """Whether an MLP's forward, tried with small layers, does what `_lean_mlp` does, bit for bit."""
+    small: Any = nn.Module()
+    try:
+        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            x = torch.linspace(-9.0, 9.0, 24).view(3, 8)
+            small.gate_proj, small.up_proj, small.down_proj = nn.Linear(8, 6), nn.Linear(8, 6), nn.Linear(6, 8)
+            small.config, small.act_fn = module.config, module.act_fn
+            return torch.equal(type(module).forward(small, x), _lean_mlp(small, x))
+    except (TypeError, AttributeError, RuntimeError):
+        return False
+
+
+def _silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+class _SiluTimes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(whole(gate), whole(up))
+        return _silu_times(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        wide, grad = accurate(gate), accurate(grads[0])
+        sigmoid = torch.sigmoid(wide)
+        grad_gate = grad * accurate(up) * sigmoid * (1 + wide * (1 - sigmoid))
+        return grad_gate.to(gate.dtype), (grad * wide * sigmoid).to(up.dtype)

@@ -1,0 +1,316 @@
+"""torch_xla: a TPU, or whatever PJRT_DEVICE names. The only file that imports torch_xla, when a runtime is made.
+
+What differs from an eager device: work is traced lazily and cut into graphs by `mark_step`, and each graph that was
+not seen before is compiled, which takes seconds to minutes. So gradients stay tensors (a None is another graph), what
+changes from step to step comes in as data, and nothing reads a value in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from qat_lora.config import Sync
+from qat_lora.errors import DeviceError
+from qat_lora.files import write_atomically
+from qat_lora.models.lean.loops import Body, in_turn
+from qat_lora.runtime.base import Alone, CompiledGraph, MemoryUse, Phase
+from qat_lora.runtime.device import enable_transparent_hugepages, is_tpu_available
+from qat_lora.runtime.local import process_memory
+from qat_lora.runtime.precision import lower_frozen, precision_for
+from qat_lora.runtime.xla.diary import PhaseDiary
+from qat_lora.runtime.xla.graphs import compile_log, cuts, parse_compilations
+from qat_lora.runtime.xla.scan import Step, as_numbers, scan_layers
+
+log = logging.getLogger(__name__)
+
+CACHE_VARIABLE = "QAT_LORA_XLA_CACHE"
+CHIPS_VARIABLE = "TPU_NUM_DEVICES"  # torch_xla names it and reads it nowhere
+_BATCHES_AHEAD = 4  # read and uploaded while the device works
+_EXPECTATION = (
+    "the first step compiles its graphs, minutes for a large model, and prints nothing meanwhile; later steps, and "
+    "later launches where the compilation cache is on, do not"
+)
+
+
+def why_absent() -> str:
+    """Say what is missing for torch_xla to offer a device; empty where nothing is."""
+    if importlib.util.find_spec("torch_xla") is None:
+        return "torch_xla is not installed; run pip install 'qat_lora[tpu]' on a machine with a TPU"
+    if not is_tpu_available() and not os.environ.get("PJRT_DEVICE"):
+        return "torch_xla finds no TPU; start a TPU machine, or set PJRT_DEVICE=CPU to try without one"
+    if os.environ.get("PJRT_DEVICE", "").upper() != "CPU" and importlib.util.find_spec("libtpu") is None:
+        return "the TPU's own library is missing; run pip install 'qat_lora[tpu]'"
+    return ""
+
+
+class XlaRuntime(Alone):
+    """`Runtime` for one XLA device; see `qat_lora.runtime.base.Runtime` for what each method promises."""
+
+    static_graph = True
+    _input_sharding: Any = None
+
+    def __init__(self, *, dtype: str = "auto", sync: Sync = "phase", cache_dir: Path | None = None) -> None:
+        """Take the device that torch_xla offers.
+
+        Args:
+            dtype: auto, fp32 or bf16.
+            sync: see `ExecutionConfig`.
+            cache_dir: where compiled programs are kept, one folder per rank; the environment's QAT_LORA_XLA_CACHE
+                goes before it. Without the variable only a TPU keeps them: PJRT's CPU client cannot read them back.
+        """
+        self._compile_log = compile_log(os.environ)
+        enable_transparent_hugepages()
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+        import torch_xla.debug.metrics as metrics
+        import torch_xla.runtime as xr
+        from torch_xla.backends import get_mat_mul_precision, set_mat_mul_precision
+
+        self._begin()
+        # A backward on a thread of autograd's own lets go of its last tensors a little later than it returns; what is
+        # still alive when the graph is cut becomes an output of it, so the graphs would depend on timing.
+        torch.autograd.set_multithreading_enabled(False)
+        self._xla, self._xm, self._metrics = torch_xla, xm, metrics
+        self._is_tpu = is_tpu = xr.device_type() == "TPU"
+        self.rank, self.world_size = xr.global_ordinal(), xr.world_size()
+        self.sync, self.cache_dir = sync, _cache_folder(cache_dir if is_tpu else None, self.rank)
+        if self.cache_dir is not None and torch_xla._XLAC._xla_computation_cache_is_initialized():
+            log.info("compiled programs are kept where this process began, not in %s", self.cache_dir)
+        elif self.cache_dir is not None:
+            xr.initialize_cache(str(self.cache_dir), readonly=False)
+        try:
+            self.device = torch_xla.device()
+        except (RuntimeError, OSError) as error:
+            reason = (str(error).splitlines() or [""])[0][:160]
+            raise DeviceError(
+                f"the XLA device cannot be started ({reason}); end other processes that hold it."
+            ) from None
+        self.precision = precision_for("tpu" if is_tpu else "xla", dtype)
+        # a TPU multiplies float32 in one pass of bf16 unless it is told otherwise
+        wanted = "highest" if self.precision.compute is torch.float32 else "default"
+        if get_mat_mul_precision() != wanted:
+            with _quiet("torch_xla.backends"):  # it warns of setting this twice at the first time, too
+                set_mat_mul_precision(wanted)
+        self._diary = PhaseDiary(self.compiled, expectation=_EXPECTATION)
+        self._later: list[tuple[Callable[..., None], tuple[Tensor, ...]]] = []
+        self._phase_of: list[str] = [""] * self.compiled()
+
+    def _begin(self) -> None:
+        """What must be said to torch_xla before its first computation: nothing for one device."""
+
+    def mark_step(self, phase: Phase) -> None:
+        """Cut the lazy graph where `sync` has a cut and start its execution; wait for a phase's first time."""
+        if not cuts(self.sync, phase):
+            return
+        due, self._later = (self._later, []) if phase in ("optimizer", "evaluation", "set-up") else ([], self._later)
+        self._note_compilations("a host read")
+        with self._diary.entry(phase) as first_time:
+            self._execute(wait=first_time)
+        self._note_compilations(phase)
+        _call(due)
+
+    def _execute(self, *, wait: bool) -> None:
+        """Compile what is pending, where that was not done before, and start it."""
+        self._xla.sync(wait=wait)
+        if wait:
+            self._xm.wait_device_ops()
+
+    def synchronize(self) -> None:
+        """Wait until all is done that was cut, and make the calls that were put off."""
+        self._xm.wait_device_ops()
+        due, self._later = self._later, []
+        _call(due)
+
+    def save(self, obj: Any, path: Path) -> None:
+        """torch.save, atomically, of CPU copies."""
+        self.mark_step("set-up")  # else each tensor that is still pending is read by a graph of its own
+        self.synchronize()
+        on_cpu = tree_map(_on_cpu, obj)
+        write_atomically(path, lambda stream: torch.save(on_cpu, stream))
+
+    def seed(self, seed: int) -> None:
+        """Start the random numbers of host and device anew; the device takes its seed as data."""
+        super().seed(seed)
+        self._xm.set_rng_state(seed)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Nothing: bf16 is native here, the model itself lies in it."""
+        return contextlib.nullcontext()
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set the gradients to zero tensors; the first time, let all else be as after a step, too.
+
+        A tensor that was changed in place is traced otherwise than one that never was, and scalars that were uploaded
+        with equal values are one input until they are computed.
+        """
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                    for x in (p, *optimizer.state[p].values()):
+                        x.detach().mul_(1)
+        optimizer.zero_grad(set_to_none=False)
+
+    def checkpoint(self, layer: Callable[..., Tensor], *args: Any) -> Tensor:
+        """torch_xla's own: torch's crashes here, and without barriers XLA merges the recomputation away."""
+        from torch_xla.utils.checkpoint import checkpoint
+
+        output: Tensor = checkpoint(layer, *args, use_reentrant=True)
+        return output
+
+    def loop(self, body: Body, carry: list[Tensor], xs: list[Tensor], size: int) -> tuple[list[Tensor], list[Tensor]]:
+        """A loop of the device over equal parts, as long as `size` or a little shorter; few rows are one part."""
+        rows = xs[0].shape[0]
+        part = self._part(rows, size)
+        if part == rows:
+            return in_turn(body, carry, xs, size)
+        dtypes = [x.dtype for x in (*carry, *xs)]
+
+        def step(carry: Sequence[Tensor], x: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            given = [tensor.to(dtype) for tensor, dtype in zip((*carry, *x), dtypes, strict=True)]
+            last, outputs = body(given[: len(carry)], given[len(carry) :])
+            return as_numbers(last), as_numbers(outputs)
+
+        parts = [self._in_parts(x, part) for x in as_numbers(xs)]
+        last, outputs = self._device_loop(step, as_numbers(carry), parts)
+        return last, [self._in_rows(output) for output in outputs]
+
+    def _part(self, rows: int, size: int) -> int:
+        """How many rows a turn of a loop takes; all where their number does not divide well, which is traced apart."""
+        part = next(length for length in range(min(size, rows), 0, -1) if rows % length == 0)
+        return rows if part < size // 4 else part
+
+    def _in_parts(self, x: Tensor, part: int) -> Tensor:
+        """[rows, ...] -> [turns, part, ...]."""
+        return x.unflatten(0, (-1, part))
+
+    def _in_rows(self, x: Tensor) -> Tensor:
+        """The way back."""
+        return x.flatten(0, 1)
+
+    def scan(self, layers: nn.ModuleList, hidden_BTH: Tensor, shared: dict[str, Any]) -> Tensor:
+        """A loop of the device; each layer's input is kept for backward and the rest computed again."""
+        return scan_layers(list(layers), hidden_BTH, shared, self._device_loop)
+
+    @torch.no_grad()
+    def _device_loop(
+        self, step: Step, carry: list[Tensor], xs: list[Tensor], *, reverse: bool = False
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        from torch_xla.experimental.scan import _scan_impl_flat  # `scan` around it traces through AOTAutograd
+
+        last, outputs = _scan_impl_flat(step, carry, xs, reverse=reverse)
+        return list(last), list(outputs)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Move a model to the device; `.to` alone would make other parameters and untie those that are tied."""
+        lower_frozen(model, self.precision.frozen)
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            model.to(self.device)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(swaps)
+        self.mark_step("set-up")
+        return model
+
+    def wrap_loader(self, loader: Iterable[dict[str, Tensor]]) -> Generator[dict[str, Tensor]]:
+        """Read and upload batches in the background.
+
+        torch_xla's loader cuts the graph before each batch, so all batches of a step are taken before its first
+        forward, when nothing is pending.
+        """
+        from torch_xla.distributed.parallel_loader import ParallelLoader
+
+        failures: list[BaseException] = []
+        ahead = {"loader_prefetch_size": _BATCHES_AHEAD, "device_prefetch_size": _BATCHES_AHEAD}
+        parallel = ParallelLoader(
+            _noting(loader, failures), [self.device], input_sharding=self._input_sharding, **ahead
+        )
+        try:
+            yield from parallel.per_device_loader(self.device)
+            if failures:  # its reading thread ends in silence
+                raise failures[0]
+        finally:
+            parallel.close()
+
+    def memory(self) -> MemoryUse:
+        """HBM of the chip; resident memory of the process where the device is the host's."""
+        try:
+            use = self._xm.get_memory_info(self.device)
+        except RuntimeError:  # PJRT's CPU client, and the device that stands for all chips under GSPMD
+            # of a chip that is not counted nothing is known to be free
+            return MemoryUse(0, 0, 0, free_bytes=0) if self._is_tpu else process_memory()
+        used, total = use["bytes_used"], use["bytes_limit"]
+        return MemoryUse(used, use.get("peak_bytes_used", used), total, total - used)
+
+    def log_later(self, fn: Callable[..., None], *tensors: Tensor) -> None:
+        """Call at the next step's end, at an evaluation, or before a save: the device is past the values by then."""
+        self._later.append((fn, tensors))
+
+    def metrics(self) -> dict[str, float]:
+        """torch_xla's counters, and the totals of its timers and sizes."""
+        found = {name: float(self._metrics.counter_value(name)) for name in self._metrics.counter_names()}
+        for name in self._metrics.metric_names():
+            data = self._metrics.metric_data(name)
+            if data is not None:
+                found[f"{name}.count"], found[f"{name}.total"] = float(data[0]), float(data[1])
+        return found
+
+    def compiled(self) -> int:
+        """How many graphs were found neither in memory nor, where there is one, in the cache on disk."""
+        return int(self._metrics.counter_value("UncachedCompile") or 0)
+
+    def compilations(self) -> Sequence[CompiledGraph]:
+        """What was compiled so far; without a compile log the number and the phases are known, but no more."""
+        self._note_compilations("a host read")
+        known = [CompiledGraph("")] * len(self._phase_of)
+        if self._compile_log is not None:
+            records = parse_compilations(self._compile_log.read_text(errors="replace"))[-len(known) :] if known else []
+            known[len(known) - len(records) :] = records
+        return [replace(graph, phase=phase) for graph, phase in zip(known, self._phase_of, strict=True)]
+
+    def _note_compilations(self, phase: str) -> None:
+        self._phase_of += [phase] * (self.compiled() - len(self._phase_of))
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
+
+
+def _cache_folder(folder: Path | None, rank: int) -> Path | None:
+    named = os.environ.get(CACHE_VARIABLE)
+    root = Path(named) if named else folder
+    return None if root is None else root / f"rank{rank}"
+
+
+def _noting(loader: Iterable[dict[str, Tensor]], failures: list[BaseException]) -> Iterator[dict[str, Tensor]]:
+    try:
+        yield from loader
+    except Exception as error:
+        failures.append(error)
+
+
+def _call(due: list[tuple[Callable[..., None], tuple[Tensor, ...]]]) -> None:
+    for fn, tensors in due:
+        fn(*(t.item() for t in tensors))
+
+
+def _on_cpu(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, Tensor) else leaf

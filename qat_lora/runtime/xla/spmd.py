@@ -1,0 +1,145 @@
+"""All TPU chips from one process, by GSPMD: one program whose tensors are marked with how they lie on the chips.
+
+Batches are divided among the chips. The model is on each of them, or it is divided as well, each matrix along one
+side: what torch_xla calls FSDPv2, without its wrapper, which would rename every parameter. The compiler puts in what
+the chips must send to each other.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from qat_lora.config import Sync
+from qat_lora.errors import ConfigError, DeviceError
+from qat_lora.models.lean.layers import trunk_and_layers
+from qat_lora.runtime.xla.device import CHIPS_VARIABLE, XlaRuntime
+
+_AXIS = "chip"  # the one axis of the mesh
+
+
+class SpmdRuntime(XlaRuntime):
+    """`Runtime` for all devices of a host as one; see `qat_lora.runtime.base.Runtime` for what each method promises."""
+
+    def __init__(
+        self,
+        *,
+        dtype: str = "auto",
+        sync: Sync = "phase",
+        cache_dir: Path | None = None,
+        spreads_model: bool = True,
+    ) -> None:
+        """Take all devices that torch_xla offers.
+
+        Args:
+            dtype: see `XlaRuntime`.
+            sync: see `XlaRuntime`.
+            cache_dir: see `XlaRuntime`.
+            spreads_model: whether the model is divided among the devices, or lies on each of them.
+        """
+        super().__init__(dtype=dtype, sync=sync, cache_dir=cache_dir)
+        self._spreads_model = spreads_model
+        self._mesh = self._spmd.Mesh(np.arange(self.devices), (self.devices,), (_AXIS,))
+        self._input_sharding = _ByRows(self._spmd, self._mesh)
+
+    def _begin(self) -> None:
+        import torch_xla.distributed.spmd as spmd
+        import torch_xla.runtime as xr
+
+        xr.use_spmd()
+        self._spmd, self.devices = spmd, xr.global_runtime_device_count()
+        if xr.process_count() > 1:
+            raise DeviceError(
+                f"--shard spmd is for the chips of one host, but there are {xr.process_count()} processes; run on one "
+                "host, or a process per chip with --num-chips 0."
+            )
+        asked = os.environ.get(CHIPS_VARIABLE, str(self.devices))
+        if asked != str(self.devices):
+            raise ConfigError(
+                f"{CHIPS_VARIABLE}={asked}, but one program for all chips takes all {self.devices}; unset it, or use a "
+                "process per chip with --num-chips."
+            )
+
+    def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Move a batch to the devices, divided by rows where these can be divided."""
+        return {name: self._by_rows(x) for name, x in super().to_device(batch).items()}
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Move a model to the devices and mark how it lies on them; what leaves a layer is divided by rows."""
+        super().place(model)
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._spread(tensor)
+        for layer in trunk_and_layers(model)[1]:
+            layer.register_forward_hook(lambda _module, _inputs, output: self._output_by_rows(output))
+        self.mark_step("set-up")
+        return model
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set the gradients to zero tensors; the first time, mark them and the optimizer's moments like the weights."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        is_first = any(p.grad is None for p in parameters)
+        super().zero_grad(optimizer)
+        if is_first:
+            for p in parameters:
+                for tensor in (p, p.grad, *optimizer.state[p].values()):
+                    if tensor.shape == p.shape:
+                        self._spread(tensor)
+
+    def part_of(self, whole: Tensor, like: Tensor) -> Tensor:
+        """All of it, spread over the devices as a tensor of the model is."""
+        x = super().part_of(whole, like)
+        self._spread(x)
+        return x
+
+    def _part(self, rows: int, size: int) -> int:
+        """A turn of a loop takes `size` rows of each device."""
+        return rows if rows % self.devices else self.devices * super()._part(rows // self.devices, size)
+
+    def _in_parts(self, x: Tensor, part: int) -> Tensor:
+        """[rows, ...] -> [turns, part, ...]: each turn has rows of every device, or they would work in turn."""
+        own_parts = x.unflatten(0, (self.devices, -1, part // self.devices))
+        return self._marked(own_parts.transpose(0, 1).flatten(1, 2), dim=1)
+
+    def _in_rows(self, x: Tensor) -> Tensor:
+        own_parts = x.unflatten(1, (self.devices, -1))
+        return self._marked(own_parts.transpose(0, 1).flatten(0, 2), dim=0)
+
+    def _spread(self, tensor: Tensor) -> None:
+        """Divide a tensor along its first side that can be divided; vectors lie on each device whole.
+
+        Not along the longest, as FSDPv2 does: groups of a quantised weight lie along its inputs, the second side, and a
+        device would have to ask others for the rest of a group.
+        """
+        sides = (dim for dim, length in enumerate(tensor.shape) if length % self.devices == 0)
+        self._marked(tensor, next(sides, None) if self._spreads_model and tensor.dim() > 1 else None)
+
+    def _output_by_rows(self, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (self._by_rows(output[0]), *output[1:])
+        return self._by_rows(output)
+
+    def _by_rows(self, x: Tensor) -> Tensor:
+        return self._marked(x, 0) if x.dim() and x.shape[0] % self.devices == 0 else self._marked(x, None)
+
+    def _marked(self, x: Tensor, dim: int | None) -> Tensor:
+        """Say that a tensor is divided along `dim`, or that it lies on each device whole."""
+        self._spmd.mark_sharding(x, self._mesh, tuple(_AXIS if i == dim else None for i in range(x.dim())))
+        return x
+
+
+class _ByRows:
+    """A sharding of torch_xla's loader for tensors of any rank; its own is for one."""
+
+    minibatch = False  # the loader hands over the rows of all devices
+
+    def __init__(self, spmd: Any, mesh: Any) -> None:
+        self._spmd, self._mesh = spmd, mesh
+
+    def xla_spec(self, x: Tensor) -> Any:
+        """How a tensor of a batch is divided."""
+        return self._spmd.ShardingSpec(self._mesh, (_AXIS, *[None] * (x.dim() - 1))).xla_spec(x)
