@@ -9,14 +9,17 @@ Legend: B batch, T position, K candidates, N draws, S flattened token rows (B*T)
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from qat_lora.cache.format import CacheManifest
 from qat_lora.errors import CacheMismatch
 from qat_lora.kd.draws import ratio_of
 from qat_lora.kd.losses import SampledTarget, SparseTarget, Target
+
+if TYPE_CHECKING:
+    from qat_lora.cache.format import CacheManifest
 
 
 def targets(
