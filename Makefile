@@ -1,7 +1,11 @@
 # Everything sets itself up: `make demo` and `make test` need Python 3.11 and make, nothing else.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
+# Processes of the suite; PYTEST_ARGS are added to every call of pytest.
+JOBS ?= logical
 PYTEST_ARGS ?=
+MUTANTS_ARGS ?=
+GPU_ARGS ?=
 DEMO_ARGS ?=
 SCALING_ARGS ?=
 REPEAT ?= 10
@@ -9,7 +13,7 @@ KILLS ?= 200
 # torch_xla has wheels for Linux on x86-64 alone; elsewhere its half of the tests is left out, and said to be.
 HAS_XLA := $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m))
 
-.PHONY: demo test lint test-torch test-xla proof kills repeat bench scaling venv venv-xla venv-tpu test-tpu notebook teacher clean
+.PHONY: demo test mutants gpu lint test-torch test-xla proof kills repeat bench scaling venv venv-xla venv-tpu test-tpu notebook teacher clean
 .DEFAULT_GOAL := demo
 
 # DEVICE=xla: torch_xla's device, a TPU where there is one, else the CPU by way of PJRT.
@@ -24,7 +28,10 @@ demo: venv  ## all five steps on the embedded teacher, under five minutes on two
 	.venv/bin/qat-lora demo --device $(DEVICE) $(DEMO_ARGS)
 endif
 
-test: lint test-torch $(if $(HAS_XLA),test-xla,test-xla-absent)  ## everything: linters, types, the suite on both torch versions
+# Both environments are made side by side: most of it is waiting and unpacking.
+test:  ## everything: linters, types, the suite on torch, and on torch_xla what it may change
+	$(MAKE) --no-print-directory -j2 venv $(if $(HAS_XLA),venv-xla)
+	$(MAKE) --no-print-directory lint test-torch $(if $(HAS_XLA),test-xla,test-xla-absent)
 
 lint: venv
 	.venv/bin/ruff check .
@@ -32,10 +39,13 @@ lint: venv
 	.venv/bin/mypy
 
 test-torch: venv
-	.venv/bin/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
-test-xla: venv-xla  ## the same suite on torch 2.9 with torch_xla, on its CPU device
-	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest $(PYTEST_ARGS)
+# What torch_xla and the oldest torch that is supported may change: devices, numbers, steps, exports. Not files and words.
+XLA_TESTS ?= tests/runtime tests/quant tests/kd tests/models tests/adapters tests/train tests/export tests/test_equivalence.py
+test-xla: venv-xla  ## on torch 2.9 with torch_xla, on its CPU device: its own tests, and those that it may change
+	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 .venv-xla/bin/python -m pytest -n $(JOBS) \
+		-m "not slow and not tpu_compiler and not ranks" $(XLA_TESTS) $(PYTEST_ARGS)
 
 test-tpu: venv-xla venv-tpu  ## every kind of step, compiled for a v6e by libtpu; nothing is run
 	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -m tpu_compiler tests/test_tpu_compile.py
@@ -46,8 +56,14 @@ notebook: venv-xla  ## the notebook with SMALL on, from start to end, on torch_x
 test-xla-absent:
 	@echo "torch_xla has no wheel for this platform: the suite ran on $(TORCH) only"
 
-proof: venv  ## the slow proofs: the demo's bars at 2 and 4 bits
-	.venv/bin/python -m pytest -m slow -s $(PYTEST_ARGS)
+proof: venv  ## the slow proofs: the demo's bars at 2 and 4 bits, KILLS kills of each command
+	KILLS=$(KILLS) .venv/bin/python -m pytest -m slow -s $(PYTEST_ARGS)
+
+mutants: venv  ## plants one fault at a time, and says which ones no test sees
+	.venv/bin/python -m tests.mutants $(MUTANTS_ARGS)
+
+gpu: venv  ## for a machine with one GPU: does everything run there, is it right, how fast; at most 8 minutes
+	.venv/bin/python benchmarks/gpu.py $(GPU_ARGS)
 
 kills: venv  ## KILLS builds of a cache that die at random moments and are gone on with; KILL_SEED=n draws the same moments
 	KILLS=$(KILLS) .venv/bin/python -m pytest -m slow -s tests/cache/test_kills.py $(PYTEST_ARGS)

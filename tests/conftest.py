@@ -140,3 +140,8 @@ def recovery_run(cache_dir: Path, output: Path, checkpoint: Path, *, loop=None, 
         loop=LoopConfig(**({"max_steps": 6, "batch_size": 4, "eval_rows": 8, "eval_fraction": 0.2} | (loop or {}))),
         **({"optim": OptimConfig(lr=2e-3, warmup_steps=2), "place": CPU} | settings),
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose tests start processes come first, so that no worker is left alone with one of them at the end."""
+    items.sort(key=lambda item: "tests/runtime/" not in item.nodeid)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,22 @@ def test_a_refusal_after_folders_were_made_removes_them(tmp_path, monkeypatch) -
     with pytest.raises(OutputError, match="No space"):
         check_writable(tmp_path / "deep" / "run")
     assert names_below(tmp_path) == []
+
+
+def test_the_file_is_on_the_disk_before_its_name_is_and_the_name_before_the_end(tmp_path, monkeypatch) -> None:
+    """What a power cut leaves: fsync of the bytes, then the rename, then fsync of the folder."""
+    acts: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        acts.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        fsync(descriptor)
+
+    def renamed(source, target) -> None:
+        acts.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    write_atomically(tmp_path / "file", lambda stream: stream.write(b"bytes"))
+    assert acts == ["file", "rename", "folder"]
