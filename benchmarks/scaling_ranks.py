@@ -155,7 +155,7 @@ def _stepper(stage: str, cache: Path, rows: int, runtime: Runtime) -> Callable[[
     """A function that takes one optimizer step of so many rows."""
     state = build(stage, PRESET)
     dataset = KDCacheDataset(cache, preload=True, rank=runtime.rank, world_size=runtime.world_size)
-    objective = KDObjective(KDConfig(), dataset.manifest, runtime, total_steps=1000)
+    objective = KDObjective(KDConfig(), dataset.manifest.target_spec, runtime, total_steps=1000)
     batches: Iterator[dict[str, Tensor]] = dataset.batches(rows)
     return lambda: train_step(state, [next(batches)], objective, OptimConfig(), runtime) and None
 

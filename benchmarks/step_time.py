@@ -75,7 +75,7 @@ def stepper(kind: str, cache: Path, args: argparse.Namespace) -> Callable[[], No
     """A function that takes one optimizer step."""
     runtime, state = LocalRuntime("cpu"), build(kind, args.preset)
     dataset = KDCacheDataset(cache, preload=True)
-    objective = KDObjective(KDConfig(), dataset.manifest, runtime, total_steps=1000)
+    objective = KDObjective(KDConfig(), dataset.manifest.target_spec, runtime, total_steps=1000)
     batches = dataset.batches(args.batch_size)
     return lambda: train_step(state, [next(batches)], objective, OptimConfig(), runtime) and None
 

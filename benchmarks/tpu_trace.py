@@ -202,7 +202,7 @@ def _train(case: Case, runtime: CaptureRuntime) -> None:
         weights, scales = {name: p for name, p in model.named_parameters() if p.requires_grad}, {}
     optim = OptimConfig()
     state = TrainState(model, weights | scales, build_optimizer(weights.values(), scales.values(), optim))
-    objective = KDObjective(case.kd, _manifest(case), runtime, total_steps=100)
+    objective = KDObjective(case.kd, _manifest(case).target_spec, runtime, total_steps=100)
     batches = [_batch(case) for _ in range(case.accumulation_steps)]
     model.train()
     runtime.zero_grad(state.optimizer)
@@ -218,7 +218,7 @@ def _eval(case: Case, runtime: CaptureRuntime) -> None:
     batches = [_batch(case), _batch(case)]
     runtime.wrap_loader = iter  # type: ignore[assignment,method-assign]  # placeholders need no loader
     with _unread():
-        cached_kl(model, batches, _manifest(case), runtime=runtime, chunk_tokens=case.kd.chunk_tokens)
+        cached_kl(model, batches, _manifest(case).target_spec, runtime=runtime, chunk_tokens=case.kd.chunk_tokens)
 
 
 def _fidelity(case: Case, runtime: CaptureRuntime) -> None:

@@ -83,7 +83,7 @@ def test_four_batches_of_two_have_the_gradient_of_one_batch_of_eight(kd, teacher
         micro_batches[0]["length"][0] = 5  # a short row: a mean of means would differ
         state = fresh_state(teacher_dir)
         state.step = 3  # what is annealed goes by steps, not by micro-batches
-        objective = KDObjective(kd, dataset.manifest, runtime, total_steps=10, anchor=anchor)
+        objective = KDObjective(kd, dataset.manifest.target_spec, runtime, total_steps=10, anchor=anchor)
         loss = accumulate_gradients(state, micro_batches, objective, runtime, first_position=state.step * parts)
         found[parts] = (loss, gradients(state))
     torch.testing.assert_close(found[4][0], found[1][0], **REORDERED_FLOAT32._asdict())
@@ -99,7 +99,7 @@ def test_the_cache_of_the_whole_vocabulary_is_the_live_teacher(teacher_dir, cach
         batch = next(dataset.batches(3))
         batch["length"][1] = 9
         cached, live = fresh_state(teacher_dir), fresh_state(teacher_dir)
-        objective = KDObjective(KDConfig(temperature=temperature), dataset.manifest, runtime, total_steps=1)
+        objective = KDObjective(KDConfig(temperature=temperature), dataset.manifest.target_spec, runtime, total_steps=1)
         loss = accumulate_gradients(cached, [batch], objective, runtime, first_position=0)
 
         mask = torch.arange(SEQ_LEN) < batch["length"][:, None]
@@ -277,7 +277,7 @@ def test_a_recovery_gradient_goes_through_every_frozen_layer(preset, teacher_dir
         for p in trained.values():  # B starts at zero, and a zero B hides the gradient of A
             p.data.add_(0.02 * torch.randn_like(p))
         state = TrainState(adapted, trained, build_optimizer(trained.values(), (), OptimConfig()))
-        objective = KDObjective(KDConfig(), dataset.manifest, runtime, total_steps=1)
+        objective = KDObjective(KDConfig(), dataset.manifest.target_spec, runtime, total_steps=1)
         accumulate_gradients(state, [batch], objective, runtime, first_position=0)
         found.append(gradients(state))
     coded, dense = found
@@ -323,7 +323,7 @@ def test_a_training_step_holds_the_logits_of_one_chunk_at_most(terms, dtype, tea
     batch = next(top8_dataset.batches(16))
     with LargestTensor(state.model.config.hidden_size) as of_anchor:
         anchor = anchor_of(teacher_dir, top8_dataset, kd, runtime)
-    objective = KDObjective(kd, top8_dataset.manifest, runtime, total_steps=1, anchor=anchor)
+    objective = KDObjective(kd, top8_dataset.manifest.target_spec, runtime, total_steps=1, anchor=anchor)
     with LargestTensor(state.model.config.hidden_size) as of_step:
         train_step(state, [batch], objective, OptimConfig(), runtime)
     assert of_anchor.elements == (8 * VOCAB if anchor else 0)

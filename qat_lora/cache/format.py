@@ -23,6 +23,7 @@ import numpy as np
 from qat_lora.config import Packing, Store
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from qat_lora.files import write_atomically
+from qat_lora.kd.targets import TargetSpec
 from qat_lora.remote import Location
 
 SCHEMA = "qat_lora.kd_cache/3"
@@ -205,6 +206,11 @@ class CacheManifest:
     def kept(self) -> str:
         """What is kept of a distribution, in two words."""
         return {"topk": f"top {self.top_k}", "sampled": f"{self.samples} draws", "full": "all logits"}[self.store]
+
+    @property
+    def target_spec(self) -> TargetSpec:
+        """What the losses have to know of the rows."""
+        return TargetSpec(self.store, self.vocab_size, self.temperatures, self.top_k, self.samples, self.weighed)
 
     @property
     def weighed(self) -> tuple[int, ...]:

@@ -200,7 +200,7 @@ class KDCacheDataset(Dataset[Batch]):
             if value is not None and value != stored:
                 raise self._mismatch(name, value)
         if top_k is not None:
-            check_top_k(self.manifest, top_k, whose=f"The KD cache {str(self.path)!r}")
+            check_top_k(self.manifest.target_spec, top_k, whose=f"The KD cache {str(self.path)!r}")
         if temperature is not None and temperature not in self.manifest.temperatures:
             raise CacheMismatch(
                 f"The KD cache {str(self.path)!r} stores temperatures {list(self.manifest.temperatures)}, "

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from qat_lora.cache import CacheManifest
 from qat_lora.evaluate.forward import hidden_and_head
 from qat_lora.kd import (
     Target,
+    TargetSpec,
     chunked_head_loss,
     distillation,
     position_mask,
@@ -24,7 +24,7 @@ from qat_lora.runtime import Runtime
 def cached_kl(
     model: nn.Module,
     batches: Iterable[dict[str, Tensor]],
-    manifest: CacheManifest,
+    spec: TargetSpec,
     *,
     runtime: Runtime,
     chunk_tokens: int,
@@ -40,7 +40,7 @@ def cached_kl(
     total, count = torch.zeros((), device=runtime.device), torch.zeros((), device=runtime.device)
     runtime.mark_step("set-up")  # the sums are data from here on, so that the first batch is like the others
     for batch in runtime.wrap_loader(batches):
-        target = targets(batch, 1.0, manifest)
+        target = targets(batch, 1.0, spec)
         mask_S = position_mask(batch["length"], batch["input_ids"].shape[1]).flatten()
         hidden_SH, head = hidden_and_head(model, batch["input_ids"], runtime, position_ids_BT=batch.get("position_ids"))
         total = total + chunked_head_loss(
@@ -49,7 +49,7 @@ def cached_kl(
             functools.partial(_chunk_kl, kind=type(target)),
             (*target, mask_S),
             chunk_tokens=chunk_tokens,
-            picked_ids_SJ=target[0] if runtime.static_graph and manifest.store != "full" else None,
+            picked_ids_SJ=target[0] if runtime.static_graph and spec.store != "full" else None,
             loop=runtime.loop,
         )
         count = count + mask_S.sum()

@@ -14,7 +14,7 @@ from qat_lora.kd.losses import (
     soft_ce,
     sparse_kl,
 )
-from qat_lora.kd.targets import label_mask, next_tokens, position_mask, targets
+from qat_lora.kd.targets import TargetSpec, label_mask, next_tokens, position_mask, targets
 
 __all__ = [
     "Head",
@@ -22,6 +22,7 @@ __all__ = [
     "SampledTarget",
     "SparseTarget",
     "Target",
+    "TargetSpec",
     "chunked_head_loss",
     "distillation",
     "hard_top1",

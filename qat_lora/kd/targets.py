@@ -9,58 +9,75 @@ Legend: B batch, T position, K candidates, N draws, S flattened token rows (B*T)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from qat_lora.config import Store
 from qat_lora.errors import CacheMismatch
 from qat_lora.kd.draws import ratio_of
 from qat_lora.kd.losses import SampledTarget, SparseTarget, Target
 
-if TYPE_CHECKING:
-    from qat_lora.cache.format import CacheManifest
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """What the fields of a batch mean: all that `targets` has to know of where they come from.
+
+    Attributes:
+        store: what is kept of a distribution.
+        vocab_size: V of the teacher.
+        temperatures: that the fields serve, in the order of their last dimension; the first is 1.
+        top_k: K, candidates per position; 0 where there are none.
+        samples: N, draws per position; 0 where there are none.
+        weighed: which of the temperatures the draws serve by ratios, in the order of `draw_ratios`.
+    """
+
+    store: Store
+    vocab_size: int
+    temperatures: tuple[float, ...] = (1.0,)
+    top_k: int = 0
+    samples: int = 0
+    weighed: tuple[int, ...] = ()
 
 
-def targets(
-    batch: Mapping[str, Tensor], temperature: float, manifest: CacheManifest, *, top_k: int | None = None
-) -> Target:
+def targets(batch: Mapping[str, Tensor], temperature: float, spec: TargetSpec, *, top_k: int | None = None) -> Target:
     """Return the teacher at `temperature` for every position of a batch, flattened to ``[S, ...]``.
 
     `top_k` keeps the most probable candidates only; the mass of the others joins the tail.
     """
-    index = _temperature_index(manifest, temperature)
+    index = _temperature_index(spec, temperature)
     if top_k is not None:
-        check_top_k(manifest, top_k)
-    if manifest.store == "sampled":
-        return _sampled(batch, index, manifest)
-    if manifest.store == "full":
+        check_top_k(spec, top_k)
+    if spec.store == "sampled":
+        return _sampled(batch, index, spec)
+    if spec.store == "full":
         logp_SV = torch.log_softmax(batch["logits"].flatten(0, 1) / temperature, dim=-1)
         return SparseTarget(torch.arange(logp_SV.shape[-1], device=logp_SV.device).expand_as(logp_SV), logp_SV)
-    return _topk(batch, index, manifest, manifest.top_k if top_k is None else top_k)
+    return _topk(batch, index, spec, spec.top_k if top_k is None else top_k)
 
 
-def check_top_k(manifest: CacheManifest, top_k: int, *, whose: str = "The KD cache") -> None:
+def check_top_k(spec: TargetSpec, top_k: int, *, whose: str = "The KD cache") -> None:
     """Raise CacheMismatch unless the cache can give so many candidates."""
-    if manifest.store != "topk":
+    if spec.store != "topk":
         raise CacheMismatch(
-            f"{whose} has store={manifest.store!r}, which has no candidates to choose from, but top_k={top_k} was "
+            f"{whose} has store={spec.store!r}, which has no candidates to choose from, but top_k={top_k} was "
             "asked for; leave top_k at 0 or build a cache with --store topk."
         )
-    if not 1 <= top_k <= manifest.top_k:
+    if not 1 <= top_k <= spec.top_k:
         raise CacheMismatch(
-            f"{whose} stores top_k={manifest.top_k} candidates, but top_k={top_k} was asked for; "
-            f"set top_k to 1..{manifest.top_k} or build a cache with more."
+            f"{whose} stores top_k={spec.top_k} candidates, but top_k={top_k} was asked for; "
+            f"set top_k to 1..{spec.top_k} or build a cache with more."
         )
 
 
-def _topk(batch: Mapping[str, Tensor], index: int, manifest: CacheManifest, k: int) -> SparseTarget:
+def _topk(batch: Mapping[str, Tensor], index: int, spec: TargetSpec, k: int) -> SparseTarget:
     """Candidates at a temperature: with z_k = logp_k + lse_1 the stored logit, ``log p_T(k) = z_k / T - lse_T``.
 
     The sum of the stored p_T is then set to the stored 1 - tail_T: log-probabilities are rounded, and the little mass
     that this makes or takes would be read as tail.
     """
-    temperature = manifest.temperatures[index]
+    temperature = spec.temperatures[index]
     logp_BTK = batch["topk_logprobs"]
     if temperature != 1.0:
         lse_BT1 = batch["lse"][..., :1]
@@ -70,11 +87,11 @@ def _topk(batch: Mapping[str, Tensor], index: int, manifest: CacheManifest, k: i
     return SparseTarget(batch["topk_ids"][..., :k].flatten(0, 1), logp_BTK[..., :k].flatten(0, 1))
 
 
-def _sampled(batch: Mapping[str, Tensor], index: int, manifest: CacheManifest) -> SampledTarget:
+def _sampled(batch: Mapping[str, Tensor], index: int, spec: TargetSpec) -> SampledTarget:
     ids_SN = batch["draw_ids"].flatten(0, 1)
-    weights_SN = torch.full(ids_SN.shape, 1.0 / manifest.samples, device=ids_SN.device)
-    if index in manifest.weighed:
-        codes_SN = batch["draw_ratios"][..., manifest.weighed.index(index)].flatten(0, 1)
+    weights_SN = torch.full(ids_SN.shape, 1.0 / spec.samples, device=ids_SN.device)
+    if index in spec.weighed:
+        codes_SN = batch["draw_ratios"][..., spec.weighed.index(index)].flatten(0, 1)
         weights_SN = weights_SN * ratio_of(codes_SN)
     return SampledTarget(ids_SN, weights_SN, batch["entropy"][..., index].flatten())
 
@@ -98,10 +115,10 @@ def next_tokens(input_ids_BT: Tensor) -> Tensor:
     return torch.cat([input_ids_BT[:, 1:], input_ids_BT[:, -1:]], dim=1)
 
 
-def _temperature_index(manifest: CacheManifest, temperature: float) -> int:
-    if temperature not in manifest.temperatures:
+def _temperature_index(spec: TargetSpec, temperature: float) -> int:
+    if temperature not in spec.temperatures:
         raise CacheMismatch(
-            f"The KD cache stores temperatures {list(manifest.temperatures)}, but temperature={temperature} "
+            f"The KD cache stores temperatures {list(spec.temperatures)}, but temperature={temperature} "
             "was asked for; use one of these or build a cache with it."
         )
-    return manifest.temperatures.index(temperature)
+    return spec.temperatures.index(temperature)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor, nn
 
-from qat_lora.cache import CacheManifest, KDCacheDataset, topk_rows
+from qat_lora.cache import KDCacheDataset, topk_rows
 from qat_lora.evaluate import hidden_and_head
+from qat_lora.kd import TargetSpec
 from qat_lora.runtime import Runtime
 from qat_lora.train.objective import Anchor, Batch
 
 ANCHOR_TOP_K = 64
 
 
-def anchor_manifest(manifest: CacheManifest) -> CacheManifest:
+def anchor_spec(spec: TargetSpec) -> TargetSpec:
     """What the anchor rows' fields are: candidates at T = 1 in float32, as many as the cache's where it has some."""
-    top_k = manifest.top_k or min(ANCHOR_TOP_K, manifest.vocab_size)
-    return dataclasses.replace(manifest, store="topk", top_k=top_k, temperatures=(1.0,), logprob_bits=32)
+    return TargetSpec("topk", spec.vocab_size, top_k=spec.top_k or min(ANCHOR_TOP_K, spec.vocab_size))
 
 
 @torch.no_grad()
@@ -32,16 +30,16 @@ def build_anchor(
     """
     was_training = model.training
     model.eval()
-    manifest = anchor_manifest(dataset.manifest)
+    spec = anchor_spec(dataset.manifest.target_spec)
     parts: list[dict[str, Tensor]] = []
     for begin in range(0, min(samples, len(dataset)), batch_size):
         rows = [dataset[row] for row in range(begin, min(begin + batch_size, samples, len(dataset)))]
         names = [name for name in ("input_ids", "length", "position_ids") if name in rows[0]]
         batch = runtime.to_device({name: torch.stack([r[name] for r in rows]) for name in names})
-        parts.append(batch | _targets(model, batch, min(manifest.top_k, dataset.vocab_size), chunk_tokens, runtime))
+        parts.append(batch | _targets(model, batch, min(spec.top_k, dataset.vocab_size), chunk_tokens, runtime))
         runtime.mark_step("anchor rows")
     model.train(was_training)
-    return Anchor({name: torch.cat([part[name] for part in parts]) for name in parts[0]}, manifest)
+    return Anchor({name: torch.cat([part[name] for part in parts]) for name in parts[0]}, spec)
 
 
 def _targets(model: nn.Module, batch: Batch, top_k: int, chunk_tokens: int, runtime: Runtime) -> dict[str, Tensor]:

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qat_lora.cache import CacheManifest
 from qat_lora.config import KDConfig
 from qat_lora.errors import ConfigError
 from qat_lora.evaluate import hidden_and_head
 from qat_lora.kd import (
     SparseTarget,
+    TargetSpec,
     chunked_head_loss,
     distillation,
     hard_top1,
@@ -67,7 +67,7 @@ class Anchor:
     """
 
     batch: Batch
-    manifest: CacheManifest
+    spec: TargetSpec
 
     def rows(self, position: int, size: int, runtime: Runtime) -> Batch:
         """The `size` rows of a micro-batch, taken in turn over positions and ranks, so that every row has its share."""
@@ -86,15 +86,15 @@ class KDObjective:
     def __init__(
         self,
         kd: KDConfig,
-        manifest: CacheManifest,
+        spec: TargetSpec,
         runtime: Runtime,
         *,
         total_steps: int,
         anchor: Anchor | None = None,
     ) -> None:
-        """Take the settings, the manifest of the cache that the batches come from, and the anchor rows if any."""
+        """Take the settings, what the batches hold, and the anchor rows if any."""
         self.kd = kd
-        self.manifest = manifest
+        self.spec = spec
         self.runtime = runtime
         self.total_steps = total_steps
         self.anchor = anchor
@@ -125,7 +125,7 @@ class KDObjective:
     def _kd_loss(self, model: nn.Module, batch: Batch, counts: Counts, step: int) -> Tensor:
         kd, alpha = self.kd, self.kd.ce_alpha
         hard_weight = self.runtime.scalar(self.hard_weight_at(step))
-        target = targets(batch, kd.temperature, self.manifest, top_k=kd.top_k or None)
+        target = targets(batch, kd.temperature, self.spec, top_k=kd.top_k or None)
         mask_S, label_mask_S = (mask.flatten() for mask in _masks(batch))
         labels_S = next_tokens(batch["input_ids"]).flatten()
 
@@ -155,7 +155,7 @@ class KDObjective:
 
     def _anchor_loss(self, model: nn.Module, part: Batch, counts: Counts) -> Tensor:
         assert self.anchor is not None
-        target = targets(part, 1.0, self.anchor.manifest)
+        target = targets(part, 1.0, self.anchor.spec)
 
         def chunk_loss(logits_CV: Tensor, *given: Tensor, picked: Tensor | None = None) -> Tensor:
             *of_start, mask_C, anchors = given
@@ -188,14 +188,14 @@ class KDObjective:
             rows,
             chunk_tokens=self.kd.chunk_tokens,
             constants=constants,
-            picked_ids_SJ=picked_ids_SJ if self.runtime.static_graph and self.manifest.store != "full" else None,
+            picked_ids_SJ=picked_ids_SJ if self.runtime.static_graph and self.spec.store != "full" else None,
             loop=self.runtime.loop,
         )
 
 
-def check_serves(manifest: CacheManifest, kd: KDConfig) -> None:
+def check_serves(spec: TargetSpec, kd: KDConfig) -> None:
     """Raise ConfigError where the loss needs the most probable tokens, and the cache has draws."""
-    if manifest.store != "sampled":
+    if spec.store != "sampled":
         return
     if kd.hard_weight:
         raise ConfigError(

@@ -27,7 +27,7 @@ from qat_lora.files import check_writable, write_json
 from qat_lora.quant import freeze_codes
 from qat_lora.runtime import Runtime
 from qat_lora.settings import from_json, to_json
-from qat_lora.train.anchor import anchor_manifest, build_anchor
+from qat_lora.train.anchor import anchor_spec, build_anchor
 from qat_lora.train.checkpoint import (
     check_identity,
     check_same_run,
@@ -172,7 +172,7 @@ def _open(run: QatRun | RecoveryRun, runtime: Runtime, launch: Launch) -> _Input
         shuffle_shards=loop.shuffle_shards,
         disk_cache_gb=loop.disk_cache_gb,
     )
-    check_serves(cache.manifest, kd)
+    check_serves(cache.manifest.target_spec, kd)
     cache.require(temperature=kd.temperature, seq_len=kd.seq_len or None, top_k=kd.top_k or None)
     with runtime.first("model_download"):
         loaded = models.load(run.model or cache.manifest.teacher)
@@ -233,7 +233,7 @@ def _fit(
         losses.open_at(state.step)
         log.warning("%s is at step %d of %d already: nothing to do", run.output, state.step, run.loop.max_steps)
         return RunResult(best, losses, state)
-    objective = KDObjective(run.kd, manifest, runtime, total_steps=run.loop.max_steps, anchor=anchor)
+    objective = KDObjective(run.kd, manifest.target_spec, runtime, total_steps=run.loop.max_steps, anchor=anchor)
     watch = RecompileHook(runtime, max_recompiles=run.execution.max_recompiles)
     hooks = [*_hooks(run, runtime, inputs, stage, losses), speed, *extra_hooks, watch]
     if runtime.rank == 0:
@@ -288,7 +288,7 @@ def _anchor(run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, model:
         return None
     path = run.output / "anchor.pt"
     if inputs.resumed is not None:
-        return Anchor(runtime.to_device(load_tensors(path)), anchor_manifest(inputs.dataset.manifest))
+        return Anchor(runtime.to_device(load_tensors(path)), anchor_spec(inputs.dataset.manifest.target_spec))
     log.info("computing the anchor rows' targets")
     anchor = build_anchor(
         model,
@@ -309,7 +309,11 @@ def _hooks(run: QatRun | RecoveryRun, runtime: Runtime, inputs: _Inputs, stage: 
     def evaluate() -> float:
         batches = inputs.held_out.eval_batches(loop.batch_size * runtime.devices, rows=loop.eval_rows)
         return cached_kl(
-            stage.model, batches, inputs.held_out.manifest, runtime=runtime, chunk_tokens=run.kd.chunk_tokens
+            stage.model,
+            batches,
+            inputs.held_out.manifest.target_spec,
+            runtime=runtime,
+            chunk_tokens=run.kd.chunk_tokens,
         )
 
     def content(state: TrainState) -> dict[str, Any]:

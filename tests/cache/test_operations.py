@@ -219,8 +219,8 @@ def test_fewer_candidates_and_temperatures_are_what_the_reader_makes_of_the_whol
     large, small = KDCacheDataset(whole), KDCacheDataset(tmp_path / "c")
     for temperature in (1.0, 2.0):
         batches = [next(iter(cache.eval_batches(ROWS))) for cache in (large, small)]
-        wanted = targets(batches[0], temperature, large.manifest, top_k=2)
-        found = targets(batches[1], temperature, small.manifest)
+        wanted = targets(batches[0], temperature, large.manifest.target_spec, top_k=2)
+        found = targets(batches[1], temperature, small.manifest.target_spec)
         assert torch.equal(wanted.ids_SK, found.ids_SK)
         torch.testing.assert_close(found.logprobs_SK, wanted.logprobs_SK, rtol=0, atol=2e-6)
 

@@ -62,7 +62,7 @@ def test_cached_targets_are_the_live_teacher(tmp_path, temperature, bits):
     teacher = build(tmp_path / "cache", top_k=6, logprob_bits=bits)
     dataset = KDCacheDataset(tmp_path / "cache")
     batch = next(dataset.batches(7))
-    target = targets(batch, temperature, dataset.manifest)
+    target = targets(batch, temperature, dataset.manifest.target_spec)
     logp = torch.log_softmax(live_logits(teacher, batch).flatten(0, 1) / temperature, -1)
     expected = logp.topk(6, -1)
     assert torch.equal(target.ids_SK, expected.indices)
@@ -83,7 +83,9 @@ def test_with_k_equal_to_the_vocabulary_the_cache_trains_like_the_live_teacher(t
     teacher_logits = live_logits(teacher, batch).flatten(0, 1)
     student = torch.randn(20, VOCAB, generator=torch.Generator().manual_seed(5))
     cached_student, live_student = student.clone().requires_grad_(), student.clone().requires_grad_()
-    cached = sparse_kl(cached_student, targets(batch, temperature, dataset.manifest), mask, temperature=temperature)
+    cached = sparse_kl(
+        cached_student, targets(batch, temperature, dataset.manifest.target_spec), mask, temperature=temperature
+    )
     live = soft_ce(live_student, teacher_logits, temperature, mask)
     cached.total.backward()
     live.total.backward()
@@ -99,18 +101,18 @@ def test_fewer_candidates_than_stored_are_a_smaller_cache_with_the_same_total_ma
     build(tmp_path / "six", top_k=6)
     build(tmp_path / "two", top_k=2)
     six, two = KDCacheDataset(tmp_path / "six"), KDCacheDataset(tmp_path / "two")
-    cut = targets(next(six.eval_batches(7)), 2.0, six.manifest, top_k=2)
-    small = targets(next(two.eval_batches(7)), 2.0, two.manifest)
+    cut = targets(next(six.eval_batches(7)), 2.0, six.manifest.target_spec, top_k=2)
+    small = targets(next(two.eval_batches(7)), 2.0, two.manifest.target_spec)
     assert torch.equal(cut.ids_SK, small.ids_SK)
     torch.testing.assert_close(cut.logprobs_SK, small.logprobs_SK, rtol=0, atol=1e-6)
     with pytest.raises(CacheMismatch, match="top_k=6 candidates, but top_k=7"):
-        targets(next(six.eval_batches(7)), 1.0, six.manifest, top_k=7)
+        targets(next(six.eval_batches(7)), 1.0, six.manifest.target_spec, top_k=7)
 
 
 def test_a_temperature_that_is_not_stored_is_refused_with_both_values(cache):
     dataset = KDCacheDataset(cache)
     with pytest.raises(CacheMismatch, match=r"\[1.0, 2.0\], but temperature=3.0"):
-        targets(next(dataset.batches(2)), 3.0, dataset.manifest)
+        targets(next(dataset.batches(2)), 3.0, dataset.manifest.target_spec)
 
 
 def test_float16_storage_costs_a_confident_teacher_nothing_because_the_tail_is_stored(tmp_path):
@@ -126,8 +128,8 @@ def test_float16_storage_costs_a_confident_teacher_nothing_because_the_tail_is_s
     def nats(target):
         return sparse_kl(student, target, mask, temperature=1.0).total.item() / 500
 
-    exact = targets(batch, 1.0, manifest)
-    rounded = targets({**batch, "topk_logprobs": half[None]}, 1.0, manifest)
+    exact = targets(batch, 1.0, manifest.target_spec)
+    rounded = targets({**batch, "topk_logprobs": half[None]}, 1.0, manifest.target_spec)
     assert abs(nats(rounded) - nats(exact)) < 1e-6
     assert abs(nats(exact._replace(logprobs_SK=half)) - nats(exact)) > 2e-5
 

@@ -41,7 +41,7 @@ def test_candidates_that_stay_keep_their_probability_and_the_rest_is_tail(top_k,
     found = without_ids_from(20, given, TEMPERATURES)
     assert all(np.array_equal(given[name], before[name]) for name in given), "what was given is left alone"
     manifest = manifest_of(blocks_of(2), top_k=top_k, temperatures=TEMPERATURES)
-    target = targets({name: torch.from_numpy(x) for name, x in found.items()}, temperature, manifest)
+    target = targets({name: torch.from_numpy(x) for name, x in found.items()}, temperature, manifest.target_spec)
     p_SV = (logits_BTV / temperature).softmax(-1).flatten(0, 1)
     kept = min(top_k, 20)
     for p_V, ids_K, logprobs_K in zip(p_SV, target.ids_SK, target.logprobs_SK, strict=True):
@@ -70,7 +70,9 @@ def test_slots_are_filled_from_the_top_of_the_smaller_vocabulary() -> None:
     found = without_ids_from(20, given, TEMPERATURES)
     assert (found["topk_ids"] == [19, 18, 17, 16, 15, 14]).all()
     assert (found["tail"][..., 0] > 1 - 1e-5).all()
-    target = targets({name: torch.from_numpy(x) for name, x in found.items()}, 1.0, manifest_of(blocks_of(2), top_k=6))
+    target = targets(
+        {name: torch.from_numpy(x) for name, x in found.items()}, 1.0, manifest_of(blocks_of(2), top_k=6).target_spec
+    )
     assert not target.logprobs_SK.isnan().any() and (target.logprobs_SK < -5).all()
 
 

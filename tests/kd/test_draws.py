@@ -195,7 +195,7 @@ def test_a_sampled_cache_gives_what_was_drawn(tmp_path, preload, proposal, tempe
     drawn = drawn_rows(z_SV, torch.from_numpy(chance).flatten(0, 1), 8, proposal, temperatures)
     is_token_S = (torch.arange(5) < batch["length"][:, None]).flatten()
     for i, temperature in enumerate(temperatures):
-        target = targets(batch, temperature, dataset.manifest)
+        target = targets(batch, temperature, dataset.manifest.target_spec)
         assert torch.equal(target.ids_SN[is_token_S], drawn["draw_ids"][is_token_S])
         assert torch.equal(target.entropy_S, drawn["entropy"][:, i].half().float())
         if proposal == temperature:
@@ -250,7 +250,7 @@ def test_full_logits_are_the_teacher_at_any_temperature(tmp_path) -> None:
     build(tmp_path, teacher=teacher, store="full", temperatures=(1.0, 2.0))
     dataset = KDCacheDataset(tmp_path)
     batch = next(dataset.batches(4))
-    target = targets(batch, 2.0, dataset.manifest)
+    target = targets(batch, 2.0, dataset.manifest.target_spec)
     expected = torch.log_softmax(teacher.head(teacher(batch["input_ids"])).flatten(0, 1) / 2, dim=-1)
     torch.testing.assert_close(target.logprobs_SK, expected, rtol=0, atol=1e-6)
     assert torch.equal(target.ids_SK[3], torch.arange(29))

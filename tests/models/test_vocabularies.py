@@ -68,7 +68,7 @@ def test_the_cached_kl_is_that_of_the_distribution_over_the_ids_that_a_student_h
     logp = teacher[..., :ids].log_softmax(-1)
     wanted = (logp.exp() * (logp - student.log_softmax(-1)[..., : logp.shape[-1]])).sum(-1).mean()
     model = models.load(str(folder)).model
-    found = cached_kl(model, [batch], cache.manifest, runtime=runtime, chunk_tokens=32)
+    found = cached_kl(model, [batch], cache.manifest.target_spec, runtime=runtime, chunk_tokens=32)
     assert found == pytest.approx(wanted.item(), rel=1e-4, abs=2e-6)
     assert (wanted.item() > 0.05) == (ids > VOCAB)
 

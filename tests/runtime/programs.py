@@ -157,10 +157,10 @@ def training_hlo(folder: str) -> dict:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from qat_lora import adapters, models
-    from qat_lora.cache import CacheManifest
     from qat_lora.config import AdapterConfig
     from qat_lora.config.presets import scheme
     from qat_lora.evaluate import placed
+    from qat_lora.kd import TargetSpec
     from qat_lora.quant import freeze_codes, quantize_model
     from qat_lora.train.objective import KDObjective
     from qat_lora.train.optim import build_optimizer
@@ -180,11 +180,8 @@ def training_hlo(folder: str) -> dict:
     model = placed(adapters.attach(model, targets, AdapterConfig(), base_name="blank"), runtime)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     state = TrainState(model, trained, build_optimizer(trained.values(), [], OPTIM))
-    manifest = CacheManifest(
-        teacher="", teacher_digest="", tokenizer_digest="", vocab_size=vocab, seq_len=length, top_k=top_k, rows=rows,
-        source="", source_digest="", temperatures=(1.0,), logprob_bits=32, rows_per_shard=rows,
-    )  # fmt: skip
-    objective = KDObjective(KDConfig(chunk_tokens=16, ce_alpha=0.1, hard_weight=0.1), manifest, runtime, total_steps=9)
+    spec = TargetSpec("topk", vocab, top_k=top_k)
+    objective = KDObjective(KDConfig(chunk_tokens=16, ce_alpha=0.1, hard_weight=0.1), spec, runtime, total_steps=9)
     logprobs = torch.log_softmax(torch.randn(rows, length, top_k + 1), -1)[..., :top_k]
     batch = {
         "input_ids": torch.randint(vocab, (rows, length)),

@@ -297,7 +297,7 @@ def scanned_steps(cache: str) -> dict[str, Any]:
         placed(model, runtime)
         lower_layers(model, execution, runtime, tokens=64)
         optimizer = build_optimizer(trained.values(), [], OptimConfig())
-        objective = KDObjective(KDConfig(temperature=2.0), dataset.manifest, runtime, total_steps=4)
+        objective = KDObjective(KDConfig(temperature=2.0), dataset.manifest.target_spec, runtime, total_steps=4)
         state = TrainState(model.train(), trained, optimizer)
         runtime.zero_grad(optimizer)
         torch_xla.sync()

@@ -96,7 +96,7 @@ def kl_alone(student: nn.Module, teacher: nn.Module, documents: list[Tensor], te
 
 
 def objective_value(kd: KDConfig, dataset: KDCacheDataset, student, batch, runtime, anchor=None) -> Tensor:
-    objective = KDObjective(kd, dataset.manifest, runtime, total_steps=10, anchor=anchor)
+    objective = KDObjective(kd, dataset.manifest.target_spec, runtime, total_steps=10, anchor=anchor)
     counts = objective.counts([batch], position=0)
     return sum(term.loss for term in objective.losses(student, batch, counts, step=0, position=0))
 
@@ -144,7 +144,7 @@ def test_evaluation_and_anchor_rows_see_each_document_alone(
     student = student_of(teacher_dir)
     batches = list(dataset.eval_batches(4, rows=7))
     documents = [ids for batch in batches for ids in documents_of(batch)]
-    kl = cached_kl(student, batches, dataset.manifest, runtime=runtime, chunk_tokens=16)
+    kl = cached_kl(student, batches, dataset.manifest.target_spec, runtime=runtime, chunk_tokens=16)
     with torch.no_grad():
         assert kl == pytest.approx(kl_alone(student, teacher, documents).item(), rel=REWRITTEN_FLOAT32.rtol)
 
@@ -176,7 +176,7 @@ def test_padding_changes_no_gradient_and_no_evaluation(packed_caches, teacher_di
         student = student_of(teacher_dir)
         loss = objective_value(kd, dataset, student, given, runtime)
         loss.backward()
-        kl = cached_kl(student, [given], dataset.manifest, runtime=runtime, chunk_tokens=16)
+        kl = cached_kl(student, [given], dataset.manifest.target_spec, runtime=runtime, chunk_tokens=16)
         found.append((loss.item(), kl, [p.grad for p in student.parameters()]))
     assert found[0][:2] == pytest.approx(found[1][:2], rel=1e-7)
     for grad, expected in zip(found[1][2], found[0][2], strict=True):

@@ -120,7 +120,9 @@ def gradients(teacher_dir, cache_dir, stage: str, mode: str, runtime: LocalRunti
     model, trained = student(teacher_dir, stage)
     lower_layers(model, ExecutionConfig(gradient_checkpointing=mode), runtime, tokens=4 * SEQ_LEN)
     dataset = KDCacheDataset(cache_dir, preload=True)
-    objective = KDObjective(KDConfig(temperature=2.0, ce_alpha=0.2), dataset.manifest, runtime, total_steps=4)
+    objective = KDObjective(
+        KDConfig(temperature=2.0, ce_alpha=0.2), dataset.manifest.target_spec, runtime, total_steps=4
+    )
     batches = dataset.batches(2)
     state = TrainState(model.train(), trained, torch.optim.SGD(trained.values()))
     calls = []

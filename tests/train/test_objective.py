@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,7 +67,7 @@ def test_the_objective_is_its_formula(kd, teacher_dir, other_teacher_dir, cache_
         start = models.load(str(other_teacher_dir)).model
         anchor = build_anchor(start, dataset, samples=4, batch_size=3, chunk_tokens=7, runtime=runtime)
         anchor.batch["length"][3] = 2
-    objective = KDObjective(kd, dataset.manifest, runtime, total_steps=12, anchor=anchor)
+    objective = KDObjective(kd, dataset.manifest.target_spec, runtime, total_steps=12, anchor=anchor)
     counts = objective.counts([batch], position=1)
     with torch.no_grad():
         found = sum(term.loss.item() for term in objective.losses(student, batch, counts, step=3, position=1))
@@ -113,8 +112,8 @@ class Rank:
 
 @pytest.mark.parametrize(("total", "size"), [(5, 3), (6, 2), (2, 3)])
 def test_anchor_rows_are_taken_in_turn_over_positions_and_ranks(total, size, cache_dir) -> None:
-    manifest = replace(KDCacheDataset(cache_dir).manifest)
-    anchor = Anchor({"input_ids": torch.arange(total)[:, None], "length": torch.arange(total) + 100}, manifest)
+    spec = KDCacheDataset(cache_dir).manifest.target_spec
+    anchor = Anchor({"input_ids": torch.arange(total)[:, None], "length": torch.arange(total) + 100}, spec)
     taken = []
     for position in range(2 * total):
         for rank in range(Rank.world_size):
