@@ -9,12 +9,11 @@ Shapes: O out features, I in features, G groups along I, R rank, N levels, P pac
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from qat_lora.config import LinearQuant
 from qat_lora.models.lean import products
@@ -140,7 +139,7 @@ class QuantLinear(_OwnDtypes, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
-        return products.linear(input, self.quantizer(self.weight).to(input.dtype), self.bias)
+        return products.linear(input, self.quantizer(self.weight), self.bias)
 
 
 class CodedLinear(_OwnDtypes, nn.Linear):
@@ -194,7 +193,7 @@ class CodedLinear(_OwnDtypes, nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The dequantised weight, float32 [O, I], made anew at each access."""
-        return _decode(self.packed_OP, self.levels_N, self.offset_OG, self._scales(), self.config, self.in_features)
+        return _decode(self.config, self.in_features, *self._stored())
 
     @property
     def codes_OI(self) -> Tensor:
@@ -203,13 +202,13 @@ class CodedLinear(_OwnDtypes, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., I] -> [..., O], in the dtype of the input (or of autocast)."""
-        device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
-        shape = (self.config, self.in_features)
-        return _CodedMatmul.apply(
-            input, self.bias, self.packed_OP, self.levels_N, self.offset_OG, shape, *self._scales()
-        )
+        decode = partial(_decode, self.config, self.in_features)
+        weight_OI = products.made_from(self.weight, decode, *self._stored())
+        return products.linear(input, weight_OI, self.bias)
+
+    def _stored(self) -> tuple[Tensor, ...]:
+        offset = () if self.offset_OG is None else (self.offset_OG,)
+        return self.packed_OP, self.levels_N, *self._scales(), *offset
 
     def _scales(self) -> tuple[Tensor, ...]:
         if self.config.scales == "lowrank":
@@ -229,47 +228,8 @@ class CodedLinear(_OwnDtypes, nn.Linear):
         self.register_buffer("offset_OG", None if offset_OG is None else offset_OG.to(dtype, copy=True))
 
 
-class _CodedMatmul(torch.autograd.Function):
-    """x @ W^T + b, keeping the codes and the scales for backward, neither W nor x."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        bias_O: Tensor | None,
-        packed_OP: Tensor,
-        levels_N: Tensor,
-        offset_OG: Tensor | None,
-        shape: tuple[LinearQuant, int],
-        *scales: Tensor,
-    ) -> Tensor:
-        ctx.shape = shape
-        ctx.save_for_backward(packed_OP, levels_N, offset_OG, *scales)
-        weight_OI = _decode(packed_OP, levels_N, offset_OG, scales, *shape)
-        return F.linear(x, weight_OI.to(x.dtype), None if bias_O is None else bias_O.to(x.dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad = grads[0]
-        packed_OP, levels_N, offset_OG, *scales = ctx.saved_tensors
-        grad_x = grad_bias_O = None
-        if ctx.needs_input_grad[0]:
-            weight_OI = _decode(packed_OP, levels_N, offset_OG, tuple(scales), *ctx.shape)
-            grad_x = grad.matmul(weight_OI.to(grad.dtype))
-        if ctx.needs_input_grad[1]:
-            grad_bias_O = grad.reshape(-1, grad.shape[-1]).sum(0)
-        return grad_x, grad_bias_O, *([None] * (4 + len(scales)))
-
-
-def _decode(
-    packed_OP: Tensor,
-    levels_N: Tensor,
-    offset_OG: Tensor | None,
-    scales: tuple[Tensor, ...],
-    config: LinearQuant,
-    in_features: int,
-) -> Tensor:
+def _decode(config: LinearQuant, in_features: int, packed_OP: Tensor, levels_N: Tensor, *rest: Tensor) -> Tensor:
+    scales, offset_OG = (rest[:-1], rest[-1]) if config.levels == "affine" else (rest, None)
     scale_OC = multiply_factors(*scales) if len(scales) == 2 else scales[0]
     codes_OI = unpack(packed_OP, config.bits, in_features)
     return dequantize(codes_OI, scale_OC, levels_N, offset_OG, config)

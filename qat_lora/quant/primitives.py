@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from qat_lora.config import LinearQuant
+from qat_lora.models.lean.static_graph import is_static
 
 NF4_LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -260,7 +261,7 @@ def selected_levels(codes_OI: Tensor, levels_N: Tensor) -> Tensor:
 
 def _has_dear_scatter(x: Tensor, count: int) -> bool:
     """A TPU reads and writes a table of levels one element at a time; up to 16 comparisons in one pass are cheaper."""
-    return x.device.type == "xla" and count <= MOST_COMPARISONS + 1
+    return is_static(x) and count <= MOST_COMPARISONS + 1
 
 
 def _levels_of(codes_OI: Tensor, levels_N: Tensor, lowest: float | None) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.config import LinearQuant
+from qat_lora.models.lean.static_graph import is_static
 from qat_lora.quant.primitives import round_through
 
 
@@ -75,9 +76,9 @@ def multiply_factors(a_OR: Tensor, b_RI: Tensor) -> Tensor:
 
     On XLA as a sum of products: a TPU would multiply float32 matrices in bf16, and export, on a CPU, would not.
     """
-    kind = a_OR.device.type
-    if kind == "xla":
+    if is_static(a_OR):
         return (a_OR.float()[:, :, None] * b_RI.float()[None]).sum(1)
+    kind = a_OR.device.type
     off = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else contextlib.nullcontext()
     with off:  # the meta device has no autocast
         return a_OR.float() @ b_RI.float()

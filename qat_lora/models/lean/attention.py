@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from qat_lora.models.lean.products import accurate, whole
+from qat_lora.models.lean.products import accurate, without_base
 
 CHUNK_QUERIES = 512  # smaller ones skip more of what is masked, and take longer to compile: docs/TPU.md
 
@@ -79,7 +79,7 @@ class _CausalAttention(torch.autograd.Function):
             outputs.append((accurate(output_BGRcD) / sum_BGRc1).to(q_BHTD.dtype))
             lses.append(sum_BGRc1.log() + top_BGRc1)
         out_BHTD = torch.cat(outputs, dim=3).flatten(1, 2)
-        kept = (whole(x) for x in (q_BHTD, k_BGTD, v_BGTD, out_BHTD))
+        kept = (without_base(x) for x in (q_BHTD, k_BGTD, v_BGTD, out_BHTD))
         ctx.save_for_backward(*kept, torch.cat(lses, dim=3), position_BT)
         ctx.settings = (scaling, window)
         return out_BHTD

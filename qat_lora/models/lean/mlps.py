@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from qat_lora.models.lean.products import accurate, made_from, whole
+from qat_lora.models.lean.products import accurate, made_from, without_base
 
 
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def _silu_times(gate: Tensor, up: Tensor) -> Tensor:
 class _SiluTimes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(whole(gate), whole(up))
+        ctx.save_for_backward(without_base(gate), without_base(up))
         return _silu_times(gate, up)
 
     @staticmethod

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from qat_lora.models.lean.products import made_from, whole
+from qat_lora.models.lean.products import made_from, without_base
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -59,7 +59,7 @@ def _normal(x: Tensor, weight_H: Tensor, inverse: Tensor) -> Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        x = whole(x)
+        x = without_base(x)
         inverse = torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)
         ctx.mark_non_differentiable(inverse)
         ctx.save_for_backward(x, weight_H, inverse)

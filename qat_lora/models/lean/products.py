@@ -2,22 +2,24 @@
 
     y = x W^T + b,  dx = dy W,  dW = dy^T x,  db = sum of dy
 
-A product's input often follows by a few cheap operations from tensors that backward keeps anyway: the output of a norm,
-of a gated product. Such a tensor is `made_from` them, and a product keeps these and makes it again.
+The input of a product often follows by a few cheap operations from tensors that are kept anyway: the output of a norm,
+of a gated product, a weight decoded from its codes. Such a tensor carries a recipe (`made_from`). The product keeps
+what the recipe needs, and backward makes the tensor again.
 
-On XLA a tensor and a view of it are two buffers, and the view keeps the tensor alive; torch's own products keep views.
+In a graph compiled ahead a view is a buffer of its own that keeps its base alive; torch's own products keep views.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from qat_lora.models.lean.static_graph import finish_together, is_static
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -28,34 +30,43 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     kind = x.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
+    recipe = _recipe_of(weight_OI)
     if not isinstance(weight_OI, nn.Parameter):  # what is made for this product is not kept twice as wide as it is used
         weight_OI = weight_OI.to(x.dtype)
-    output: Tensor = _Linear.apply(x, weight_OI, bias_O)
+    output: Tensor = _Linear.apply(x, weight_OI, bias_O, _recipe_of(x), recipe)
     return output
 
 
-def made_from(output: Tensor, recipe: Callable[..., Tensor], *sources: Tensor) -> Tensor:
-    """Note on a tensor that recipe(*sources) gives it, bit for bit; return it.
+class _Recipe(NamedTuple):
+    """How to make a tensor again: make(*sources), while every tensor has the version that is noted."""
 
-    Sources are tensors that backward keeps anyway. The note is void once the tensor or a source was changed in place.
+    make: Callable[..., Tensor]
+    sources: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+
+
+def made_from(output: Tensor, make: Callable[..., Tensor], *sources: Tensor) -> Tensor:
+    """Note on a tensor that make(*sources) gives it, bit for bit; return it.
+
+    Sources are tensors that are kept anyway. The note is void once the tensor or a source was changed in place.
     """
     if torch.is_grad_enabled():  # else there is no backward to keep anything for
-        output._made_from = recipe, sources, _versions(output, *sources)  # type: ignore[attr-defined]
+        output._made_from = _Recipe(make, sources, _versions(output, *sources))  # type: ignore[attr-defined]
     return output
 
 
-def _recipe_of(x: Tensor) -> tuple[Callable[..., Tensor] | None, tuple[Tensor, ...]]:
-    recipe, sources, versions = getattr(x, "_made_from", (None, (), ()))
-    return (recipe, sources) if recipe is not None and versions == _versions(x, *sources) else (None, (whole(x),))
+def _recipe_of(x: Tensor) -> _Recipe | None:
+    recipe: _Recipe | None = getattr(x, "_made_from", None)
+    return recipe if recipe is not None and recipe.versions == _versions(x, *recipe.sources) else None
 
 
 def _versions(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(x._version for x in tensors)
 
 
-def whole(x: Tensor) -> Tensor:
-    """What to keep of a tensor: itself, or a copy where it is a view on XLA, which would keep its base as well."""
-    return x.clone() if x.device.type == "xla" and x._is_view() else x
+def without_base(x: Tensor) -> Tensor:
+    """What to keep of a tensor: itself, or a copy of a view that would keep its base alive as well."""
+    return x.clone() if is_static(x) and x._is_view() else x
 
 
 def accurate(x: Tensor) -> Tensor:
@@ -65,38 +76,35 @@ def accurate(x: Tensor) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        ctx.recipe, sources = _recipe_of(x) if ctx.needs_input_grad[1] else (None, ())
-        ctx.weight_dtype = weight_OI.dtype
-        ctx.save_for_backward(weight_OI if ctx.needs_input_grad[0] else None, *sources)
+    def forward(
+        ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, of_x: _Recipe | None, of_weight: _Recipe | None
+    ) -> Tensor:
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        for_x = (of_weight.sources if of_weight else (weight_OI,)) if needs_x else ()
+        for_weight = (of_x.sources if of_x else (without_base(x),)) if needs_weight else ()
+        ctx.make_x, ctx.make_weight = of_x and of_x.make, of_weight and of_weight.make
+        ctx.weight_dtype, ctx.split = weight_OI.dtype, len(for_x)
+        ctx.save_for_backward(*for_x, *for_weight)
         return F.linear(x, weight_OI.to(x.dtype), None if bias_O is None else bias_O.to(x.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        weight_OI, *sources = ctx.saved_tensors
+        for_x, for_weight = ctx.saved_tensors[: ctx.split], ctx.saved_tensors[ctx.split :]
         grad_x = grad_weight_OI = grad_bias_O = None
         if ctx.needs_input_grad[0]:
+            weight_OI = ctx.make_weight(*for_x) if ctx.make_weight else for_x[0]
             grad_x = grad.matmul(weight_OI.to(grad.dtype))
         if ctx.needs_input_grad[1]:
-            x = ctx.recipe(*sources) if ctx.recipe else sources[0]
+            x = ctx.make_x(*for_weight) if ctx.make_x else for_weight[0]
             grad_weight_OI = _rows(grad).t().matmul(_rows(x)).to(ctx.weight_dtype)
-            if grad_x is not None:
-                _at_once(grad_x, grad_weight_OI)
+            if grad_x is not None:  # else XLA puts off the gradients of weights, and holds every dy till then
+                finish_together(grad_x, grad_weight_OI)
         if ctx.needs_input_grad[2]:
             grad_bias_O = _rows(grad).sum(0)
-        return grad_x, grad_weight_OI, grad_bias_O
+        return grad_x, grad_weight_OI, grad_bias_O, None, None
 
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
-
-
-def _at_once(*tensors: Tensor) -> None:
-    """Let XLA use none of these before it has all of them.
-
-    Its scheduler would put off the gradients of weights to the end of backward, and hold every dy until then.
-    """
-    if tensors[0].device.type == "xla":
-        sys.modules["torch_xla.core.xla_model"].optimization_barrier_(list(tensors))

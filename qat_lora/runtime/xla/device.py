@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 from qat_lora.config import Sync
 from qat_lora.errors import DeviceError
 from qat_lora.files import write_atomically
+from qat_lora.models.lean import static_graph
 from qat_lora.models.lean.loops import Body, in_turn
 from qat_lora.runtime.base import Alone, CompiledGraph, MemoryUse, Phase
 from qat_lora.runtime.device import enable_transparent_hugepages, is_tpu_available
@@ -77,6 +78,7 @@ class XlaRuntime(Alone):
         import torch_xla.runtime as xr
         from torch_xla.backends import get_mat_mul_precision, set_mat_mul_precision
 
+        static_graph.register("xla", xm.optimization_barrier_)
         self._begin()
         # A backward on a thread of autograd's own lets go of its last tensors a little later than it returns; what is
         # still alive when the graph is cut becomes an output of it, so the graphs would depend on timing.
