@@ -22,6 +22,7 @@ from qat_lora.errors import ModelError, OutputError
 from qat_lora.models.identity import tokenizer_digest, tokenizer_size, weights_digest
 from qat_lora.models.lean.attention import causal_attention
 from qat_lora.models.lean.layers import Scan, ScannedLayers, why_unlike
+from qat_lora.models.packing import packing_known
 from qat_lora.models.placement import Placement, at_hand
 
 if TYPE_CHECKING:
@@ -153,7 +154,8 @@ def trunk_hidden(model: nn.Module, input_ids_BT: Tensor, position_ids_BT: Tensor
         given["position_ids"] = position_ids_BT
         if lm.config.get_text_config()._attn_implementation == _CHUNKED:
             given["attention_mask"] = position_ids_BT[:, None, :, None]  # one of four sides is handed on as it is
-    return lm.base_model(input_ids=input_ids_BT, use_cache=False, **given).last_hidden_state
+    with packing_known(position_ids_BT is not None):
+        return lm.base_model(input_ids=input_ids_BT, use_cache=False, **given).last_hidden_state
 
 
 def use_chunked_attention(model: nn.Module) -> None:

@@ -231,16 +231,13 @@ class Alone:
         return in_turn(body, carry, xs, size)
 
     def scalar(self, value: float) -> Tensor:
-        """A float32 number on the device.
-
-        It goes up as a vector of one: XLA takes scalars that were uploaded with equal values for one input, and 0 and
-        1 for constants, so that a number which changes would change the graph.
-        """
-        return torch.tensor([value], dtype=torch.float32).to(self.device).squeeze(0)
+        """A float32 number on the device, written there by a kernel: an upload would wait for the device."""
+        return torch.full((), value, dtype=torch.float32, device=self.device)
 
     def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Move a batch to the device."""
-        return {name: x.to(self.device, non_blocking=True) for name, x in batch.items()}
+        """Move a batch to the device. Only a copy from pinned memory may go on by itself: others lose their source."""
+        on_cuda = self.device.type == "cuda"
+        return {name: x.to(self.device, non_blocking=on_cuda and x.is_pinned()) for name, x in batch.items()}
 
     def wrap_loader(self, loader: Iterable[dict[str, Tensor]]) -> Generator[dict[str, Tensor]]:
         """Yield the batches on the device."""

@@ -26,7 +26,7 @@ class LocalRuntime(Alone):
 
     def __init__(self, device_type: str, *, dtype: str = "auto", threads: int = 0) -> None:
         """Take the device; `dtype` is auto, fp32 or bf16, `threads` 0 leaves torch's own choice."""
-        self.device = torch.device(device_type)
+        self.device = _device_of(device_type)
         self.precision = precision_for(device_type, dtype)
         if threads:
             torch.set_num_threads(threads)
@@ -103,6 +103,13 @@ class LocalRuntime(Alone):
     def compilations(self) -> Sequence[CompiledGraph]:
         """None."""
         return ()
+
+
+def _device_of(device_type: str) -> torch.device:
+    """The device with its number where it has one: torch.cuda takes no device without."""
+    return (
+        torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
+    )
 
 
 def process_memory() -> MemoryUse:

@@ -73,7 +73,8 @@ class Anchor:
         """The `size` rows of a micro-batch, taken in turn over positions and ranks, so that every row has its share."""
         total = self.batch["input_ids"].shape[0]
         first = (position * runtime.world_size + runtime.rank) * size
-        pick = torch.tensor([(first + i) % total for i in range(size)], device=runtime.device)
+        # data on the device without a copy that the host waits for
+        pick = (torch.arange(size, device=runtime.device) + runtime.scalar(first % total).long()) % total
         return {name: x.index_select(0, pick) for name, x in self.batch.items()}
 
 

@@ -150,6 +150,9 @@ def test_on_cuda_the_thread_pins_on_its_device_and_the_copy_does_not_block(monke
             calls.append(("pin", threading.current_thread().name))
             return self
 
+        def is_pinned(self):
+            return True
+
         def to(self, device, non_blocking=False):
             calls.append(("copy", threading.current_thread().name, str(device), non_blocking))
             return self

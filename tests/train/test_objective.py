@@ -13,6 +13,7 @@ from qat_lora import models
 from qat_lora.cache import KDCacheDataset
 from qat_lora.config import KDConfig
 from qat_lora.config.presets import scheme
+from qat_lora.runtime import LocalRuntime
 from qat_lora.train.anchor import build_anchor
 from qat_lora.train.objective import Anchor, KDObjective
 from qat_lora.train.student import round_to_nearest
@@ -100,13 +101,13 @@ def test_the_objective_is_its_formula(kd, teacher_dir, other_teacher_dir, cache_
     assert found == pytest.approx(expected, rel=ORACLE_FLOAT32.rtol)
 
 
-class Rank:
-    """As much of a runtime as the choice of anchor rows looks at."""
+class Rank(LocalRuntime):
+    """One of two ranks."""
 
-    device = torch.device("cpu")
     world_size = 2
 
     def __init__(self, rank: int) -> None:
+        super().__init__("cpu")
         self.rank = rank
 
 

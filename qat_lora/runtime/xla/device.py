@@ -141,6 +141,14 @@ class XlaRuntime(Alone):
         on_cpu = tree_map(_on_cpu, obj)
         write_atomically(path, lambda stream: torch.save(on_cpu, stream))
 
+    def scalar(self, value: float) -> Tensor:
+        """A float32 number on the device.
+
+        It goes up as a vector of one: XLA takes scalars that were uploaded with equal values for one input, and 0 and
+        1 for constants, so that a number which changes would change the graph.
+        """
+        return torch.tensor([value], dtype=torch.float32).to(self.device).squeeze(0)
+
     def seed(self, seed: int) -> None:
         """Start the random numbers of host and device anew; the device takes its seed as data."""
         super().seed(seed)
