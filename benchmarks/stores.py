@@ -24,6 +24,7 @@ from qat_lora import models
 from qat_lora.cache import summarise
 from qat_lora.cli import commands
 from qat_lora.cli.demo import CACHE_ROWS, EVAL_ROWS, QAT_STEPS, SEQ_LEN
+from qat_lora.cli.evaluation import measure_rows
 from qat_lora.config import EvalRun, KDConfig, LoopConfig, presets
 from qat_lora.config.cache import CacheRun
 from qat_lora.runtime import LocalRuntime
@@ -81,7 +82,7 @@ def held_out_kl(student: Path) -> float:
     teacher = models.load(models.EMBEDDED)
     run = EvalRun(model=models.EMBEDDED, data="embedded:eval", seq_len=SEQ_LEN, max_rows=EVAL_ROWS)
     model, _ = load_student(loaded, student)
-    return commands.evaluate_model(run, LocalRuntime("cpu"), model, teacher.model, loaded).kl
+    return measure_rows(run, LocalRuntime("cpu"), model, teacher, loaded)[-1].kl
 
 
 def table(results: list[dict[str, Any]]) -> str:

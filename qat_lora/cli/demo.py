@@ -10,18 +10,21 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich import print as rich_print
 from torch import nn
 
 from qat_lora import adapters, models
 from qat_lora.cli import commands
+from qat_lora.cli.evaluation import eval_windows, measure_rows
+from qat_lora.cli.exporting import export
 from qat_lora.cli.report import write_report
 from qat_lora.config import EvalRun, ExportRun, LoopConfig, PlaceConfig, QatRun, RecoveryRun, presets
 from qat_lora.config.cache import CacheRun
 from qat_lora.errors import ConfigError, OutputError
 from qat_lora.evaluate import Fidelity, fidelity_table, write_fidelity
-from qat_lora.export import ADAPTER_FOLDER
+from qat_lora.export import ADAPTER_FOLDER, BASE_FOLDER
 from qat_lora.files import check_writable, write_json
 from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.settings import override
@@ -55,8 +58,9 @@ def demo(
     commands.cache(_cache_run(output, place, rows_factor))
     qat = commands.qat(qat_run)
     recovery = commands.recover(_recovery_run(output, qat, place, steps_factor))
-    exported = commands.export(ExportRun(checkpoint=str(recovery.best), format="dequantized", output=output / "export"))
-    rows = _fidelity(qat_run, qat, recovery, exported, runtime)
+    exported = export(ExportRun(checkpoint=str(recovery.best), format="dequantized", output=output / "export"))
+    max_rows = max(8, round(EVAL_ROWS * min(1.0, rows_factor)))
+    rows = _fidelity(qat_run, qat, recovery, exported, runtime, max_rows)
     write_fidelity(output / "fidelity.json", rows)
     write_report(output / "report.png", rows, {"qat": qat.losses.rows, "recovery": recovery.losses.rows})
     rich_print(fidelity_table(rows, title=f"embedded teacher, {preset}, held-out text"))
@@ -101,25 +105,30 @@ def _recovery_run(output: Path, qat: RunResult, place: PlaceConfig, steps_factor
     )
 
 
-def _fidelity(qat_run: QatRun, qat: RunResult, recovery: RunResult, exported: Path, runtime: Runtime) -> list[Fidelity]:
+def _fidelity(
+    qat_run: QatRun, qat: RunResult, recovery: RunResult, exported: Path, runtime: Runtime, max_rows: int
+) -> list[Fidelity]:
     """Every stage on the same held-out text against the same teacher; students are read back from their files."""
-    run = EvalRun(model=models.EMBEDDED, data="embedded:eval", seq_len=SEQ_LEN, max_rows=EVAL_ROWS)
+    run = EvalRun(model=models.EMBEDDED, data="embedded:eval", seq_len=SEQ_LEN, max_rows=max_rows)
     teacher = models.load(models.EMBEDDED)
+    windows = eval_windows(run, teacher)
 
-    def measured(stage: str, student: nn.Module, loaded: models.Loaded) -> Fidelity:
-        return commands.evaluate_model(replace(run, stage=stage), runtime, student, teacher.model, loaded)
+    def measured(stage: str, student: nn.Module, loaded: models.Loaded, **of: Any) -> list[Fidelity]:
+        return measure_rows(replace(run, stage=stage, **of), runtime, student, teacher, loaded, windows)
 
     def checkpoint(stage: str, path: Path) -> Fidelity:
         fresh = models.load(models.EMBEDDED)
-        return measured(stage, load_student(fresh, path)[0], fresh)
+        return measured(stage, load_student(fresh, path)[0], fresh, checkpoint=str(path))[-1]
 
     rounded = models.load(models.EMBEDDED)
     round_to_nearest(rounded.model, qat_run.scheme)
-    reloaded = models.load(str(exported))
+    reloaded, adapter = models.load(str(exported / BASE_FOLDER)), exported / ADAPTER_FOLDER
     return [
-        measured("teacher", teacher.model, teacher),
-        measured("rtn", rounded.model, rounded),
+        *measured("rtn", rounded.model, rounded),  # the teacher's row comes with it
         checkpoint("qat", qat.best),
         checkpoint("qat+lora", recovery.best),
-        measured("exported (reloaded)", adapters.load(reloaded.model, exported / ADAPTER_FOLDER), reloaded),
-    ]
+        measured(
+            "exported (reloaded)", adapters.load(reloaded.model, adapter), reloaded,
+            model=str(exported / BASE_FOLDER), adapter_dir=str(adapter),
+        )[-1],
+    ]  # fmt: skip

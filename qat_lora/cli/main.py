@@ -128,20 +128,21 @@ def _recover(args: argparse.Namespace) -> None:
 def _eval(args: argparse.Namespace) -> None:
     from rich import print as rich_print
 
-    from qat_lora.cli import commands
-    from qat_lora.evaluate import fidelity_table
+    from qat_lora.cli.evaluation import evaluate
+    from qat_lora.evaluate import fidelity_table, write_fidelity
 
-    run: Any = run_from(args, EvalRun)
-    rich_print(fidelity_table([commands.evaluate(run)]))
-    print(f"written to {run.output}")
+    rows, path = evaluate(run_from(args, EvalRun))  # type: ignore[arg-type]
+    rich_print(fidelity_table(rows))  # before it is written: a full disk loses nothing
+    replaced = write_fidelity(path, rows)
+    print(f"written to {path}" + (f", in the place of earlier rows: {', '.join(replaced)}" if replaced else ""))
 
 
 def _export(args: argparse.Namespace) -> None:
-    from qat_lora.cli import commands
+    from qat_lora.cli.exporting import export
 
     run: Any = run_from(args, ExportRun)
     how = "equal to the student up to rounding" if run.format == "merged" else "equal to the student bit for bit"
-    print(f"{commands.export(run)}: {run.format}, reloaded, logits {how}")
+    print(f"{export(run)}: {run.format}, reloaded, logits {how}; how to load it: {run.output / 'README.md'}")
 
 
 def _demo(args: argparse.Namespace) -> None:

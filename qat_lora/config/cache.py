@@ -39,9 +39,9 @@ class CacheRun:
         "none", "quantise the teacher's Linears on loading, by bitsandbytes; another teacher as far as a cache goes"
     )
     data: str = setting(
-        "embedded:train",
+        "",
         ".txt or .jsonl; token ids in .pt, .npy or .safetensors; a folder or glob of one kind; "
-        "hf:dataset[:config][:split]; embedded:train|eval",
+        "hf:dataset[:config][:split]; embedded:train|eval; default, for the embedded teacher alone: embedded:train",
     )
     output: Location = setting(Path("caches/embedded"), "folder or URL of the new cache; a half-built one is resumed")
     seq_len: int = setting(128, "tokens per row")

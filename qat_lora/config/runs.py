@@ -78,22 +78,24 @@ class EvalRun:
     teacher: str = setting(
         "", "directory or hub id to compare with; default: the model that --checkpoint was made from, else none"
     )
-    data: str = setting("embedded:eval", "text to evaluate on, as for cache")
-    seq_len: int = setting(128, "tokens per window")
+    data: str = setting("", "text to evaluate on, as for cache; default, for the embedded model alone: embedded:eval")
+    seq_len: int = setting(0, "tokens per window; 0: those of the cache that --checkpoint was trained on, else 128")
     stride: int = setting(0, "tokens between two windows; 0: windows do not overlap")
     max_rows: int = setting(0, "windows at most; 0 takes the whole text")
+    rtn: bool = setting(True, "measure the rounded start of --checkpoint too, if it is not in --output yet")
     eval_batch_size: int = setting(8, "windows per forward", "--batch-size")
-    stage: str = setting("model", "name of the row in the table")
-    output: Path = setting(Path("fidelity.json"), "JSON file with the result")
+    stage: str = setting("", "name of the row in the table; default: what the checkpoint is, else 'model'")
+    output: str = setting("", "JSON file that the rows are added to; default: fidelity.json beside the checkpoint")
     source: SourceConfig = SourceConfig()
     place: PlaceConfig = PlaceConfig()
 
     def __post_init__(self) -> None:
-        check_range(self, "seq_len", at_least=2)
         check_range(self, "eval_batch_size", at_least=1)
-        check_range(self, "max_rows", at_least=0)
-        check_range(self, "stride", at_least=0)
-        if self.stride >= self.seq_len:
+        for name in ("seq_len", "max_rows", "stride"):
+            check_range(self, name, at_least=0)
+        if self.seq_len == 1:
+            raise ConfigError("seq_len must be at least 2, but seq_len=1; a window of one token predicts nothing.")
+        if self.seq_len and self.stride >= self.seq_len:
             raise ConfigError(
                 f"stride must be smaller than seq_len, but stride={self.stride} and seq_len={self.seq_len}; "
                 f"use --stride {self.seq_len // 2}, or 0 for windows that do not overlap."
@@ -110,13 +112,15 @@ class ExportRun:
     model: str = setting("", "directory or hub id of the model that was quantised; default: the checkpoint's")
     format: Literal["adapter", "dequantized", "merged"] = setting(
         "dequantized",
-        "adapter: peft's own format; dequantized: the student as an ordinary transformers folder, adapters beside it; "
-        "merged: adapters folded into the weights",
+        "dequantized: the rounded weights as a transformers folder, with adapters two folders, base and adapter; "
+        "merged: adapters folded into the weights, one folder; adapter: the adapters alone",
     )
     output: Path = setting(Path("export"), "new folder")
+    threads: int = setting(0, "CPU threads; 0 leaves torch's own choice")
 
     def __post_init__(self) -> None:
         check_choices(self)
+        check_range(self, "threads", at_least=0)
 
 
 AnyRun = QatRun | RecoveryRun | EvalRun | ExportRun

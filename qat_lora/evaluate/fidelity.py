@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -33,25 +33,42 @@ class Fidelity:
         top1: share of positions where both put the same token first; None likewise.
         size_bytes: of the whole model as stored.
         tokens: predictions counted.
+        adapter_bits: the adapters' share of `bits_per_weight`.
+        model, checkpoint, adapter, step: what was measured; `step` is the checkpoint's.
+        teacher, data, seq_len, stride, max_rows: against what, on which text, in which windows.
+        versions, date: of the libraries, and when (UTC).
     """
 
     stage: str
-    bits_per_weight: float
-    perplexity: float
-    kl: float | None
-    top1: float | None
-    size_bytes: int
-    tokens: int
+    bits_per_weight: float = 0.0
+    perplexity: float = 0.0
+    kl: float | None = None
+    top1: float | None = None
+    size_bytes: int = 0
+    tokens: int = 0
+    adapter_bits: float = 0.0
+    model: str = ""
+    checkpoint: str = ""
+    adapter: str = ""
+    step: int | None = None
+    teacher: str = ""
+    data: str = ""
+    seq_len: int = 0
+    stride: int = 0
+    max_rows: int = 0
+    versions: dict[str, str] = field(default_factory=dict)
+    date: str = ""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What `measure` reads off the logits; see `Fidelity` for the units."""
+    """What `measure` reads off the logits; see `Fidelity` for the units. The last is the teacher's own."""
 
     perplexity: float
     kl: float | None
     top1: float | None
     tokens: int
+    teacher_perplexity: float | None = None
 
 
 @torch.no_grad()
@@ -62,11 +79,11 @@ def measure(
     *,
     batch_size: int,
     runtime: Runtime,
-    on_batch: Callable[[int], None] = lambda rows: None,
+    on_rows: Callable[[int], None] = lambda done: None,
 ) -> Scores:
     """Compare a student with its teacher, if one is given, on the windows' counted positions.
 
-    The models lie on the runtime's device and keep the mode they are in. `on_batch` is told the rows done. Where their
+    The models lie on the runtime's device and keep the mode they are in. `on_rows` is told the rows done. Where their
     vocabularies differ, in padding, KL and top-1 are those of both distributions given one of the ids that both have:
     softmax over the first min(V) logits. Perplexity is the student's own, over all of its ids.
     """
@@ -77,16 +94,18 @@ def measure(
     modes = [model.training for model in models_used]
     for model in models_used:
         model.eval()
-    total = torch.zeros(3, dtype=torch.float64)
+    total = torch.zeros(4, dtype=torch.float64)
     for begin in range(0, windows.input_ids_RT.shape[0], batch_size):
         batch = runtime.to_device(_full_batch(windows, begin, batch_size))
         total += _batch_sums(student, teacher, batch["ids"], batch["counted"], runtime)
-        on_batch(min(batch_size, windows.input_ids_RT.shape[0] - begin))
+        on_rows(min(begin + batch_size, windows.input_ids_RT.shape[0]))
     for model, mode in zip(models_used, modes, strict=True):
         model.train(mode)
-    nll, kl, same = (total / tokens).tolist()
-    perplexity = math.exp(min(nll, 700.0))  # exp overflows beyond
-    return Scores(perplexity, None, None, tokens) if teacher is None else Scores(perplexity, kl, same, tokens)
+    nll, kl, same, teacher_nll = (total / tokens).tolist()
+    perplexity, teacher_perplexity = (math.exp(min(x, 700.0)) for x in (nll, teacher_nll))  # exp overflows beyond
+    if teacher is None:
+        return Scores(perplexity, None, None, tokens)
+    return Scores(perplexity, kl, same, tokens, teacher_perplexity)
 
 
 def _full_batch(windows: Windows, begin: int, batch_size: int) -> dict[str, Tensor]:
@@ -102,7 +121,7 @@ def _full_batch(windows: Windows, begin: int, batch_size: int) -> dict[str, Tens
 def _batch_sums(
     student: nn.Module, teacher: nn.Module | None, ids_BT: Tensor, counted_BT: Tensor, runtime: Runtime
 ) -> Tensor:
-    """Sums of negative log-likelihood, KL and agreement over one batch: [3] float64 on the CPU."""
+    """Sums over one batch, [4] float64 on the CPU: negative log-likelihood, KL, agreement, the teacher's likelihood."""
     different = [student] if teacher is None or teacher is student else [student, teacher]
     used = [hidden_and_head(model, ids_BT, runtime) for model in different]
     # what stays the same goes round with the sums, as a loop of the device needs it
@@ -114,13 +133,16 @@ def _batch_sums(
         for (_, head), hidden_CH in zip(used, hiddens, strict=True):
             weight_VH, bias_V = rest.pop(0), None if head.bias_V is None else rest.pop(0)
             log_probs.append(Head(weight_VH, bias_V, head.transform)(hidden_CH).float().log_softmax(-1))
-        nll_C = -log_probs[0].gather(1, next_C[:, None]).squeeze(1)
+        nll_C, teacher_nll_C = (-x.gather(1, next_C[:, None]).squeeze(1) for x in (log_probs[0], log_probs[-1]))
         logq_CV, logp_CV = _over_common_ids(log_probs[0], log_probs[-1])
         kl_C = (logp_CV.exp() * (logp_CV - logq_CV)).sum(-1)
         same_C = logp_CV.argmax(-1) == logq_CV.argmax(-1)
-        return [carry[0] + (torch.stack([nll_C, kl_C, same_C]).double() * weight_C).sum(-1), *carry[1:]], []
+        return [
+            carry[0] + (torch.stack([nll_C, kl_C, same_C, teacher_nll_C]).double() * weight_C).sum(-1),
+            *carry[1:],
+        ], []
 
-    sums = torch.zeros(3, dtype=torch.float64, device=ids_BT.device)
+    sums = torch.zeros(4, dtype=torch.float64, device=ids_BT.device)
     rows = [next_tokens(ids_BT).flatten(), counted_BT.flatten().double(), *(hidden for hidden, _ in used)]
     sums = runtime.loop(body, [sums, *same], rows, CHUNK_TOKENS)[0][0]
     runtime.mark_step("evaluation")

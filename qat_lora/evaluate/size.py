@@ -18,10 +18,12 @@ class Size:
         bits_per_weight: bits of codes, scales, offsets, LUTs and adapters over the number of weights in the block
             Linears.
         size_bytes: of the whole model, embeddings and norms included.
+        adapter_bits: the adapters' share of `bits_per_weight`.
     """
 
     bits_per_weight: float
     size_bytes: int
+    adapter_bits: float = 0.0
 
 
 def size_of(model: nn.Module, *, stored_bits: int) -> Size:
@@ -31,11 +33,12 @@ def size_of(model: nn.Module, *, stored_bits: int) -> Size:
     embeddings, norms) at `stored_bits`, the width it has on disk.
     """
     report = storage(model)
-    adapter_bits = sum(p.numel() * p.element_size() * 8 for name, p in model.named_parameters() if ".lora_" in name)
-    adapters = sum(p.numel() for name, p in model.named_parameters() if ".lora_" in name)
+    of_adapters = [p for name, p in model.named_parameters() if ".lora_" in name]
+    adapter_bits = sum(p.numel() * p.element_size() * 8 for p in of_adapters)
     modules = dict(model.named_modules())
     quantized = {layer.name for layer in report.layers}
     dense = sum(modules[name].weight.numel() for name in models.target_linears(model) if name not in quantized)
-    rest = report.other_parameters - adapters - dense
+    rest = report.other_parameters - sum(p.numel() for p in of_adapters) - dense
     weight_bits = report.stored_bits + dense * stored_bits + adapter_bits
-    return Size(weight_bits / (report.quantized_weights + dense), (weight_bits + rest * stored_bits) // 8)
+    weights = report.quantized_weights + dense
+    return Size(weight_bits / weights, (weight_bits + rest * stored_bits) // 8, adapter_bits / weights)

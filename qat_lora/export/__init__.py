@@ -1,15 +1,19 @@
-"""Exports in forms that others load, each verified by reloading it."""
+"""What is shipped: folders that transformers and peft load, each with a card, each verified by reloading it.
 
-from qat_lora.export.hf import ADAPTER_FOLDER, export_dequantized, export_merged
-from qat_lora.export.peft import export_adapter
+Not here: reading a checkpoint (`train`), the command (`cli`), LoRA itself (`adapters`).
+"""
+
+from qat_lora.export.card import Facts
+from qat_lora.export.formats import ADAPTER_FOLDER, BASE_FOLDER, export_dequantized, write_export
 from qat_lora.export.verify import probe_ids, probe_logits, verify_export
 
 __all__ = [
     "ADAPTER_FOLDER",
-    "export_adapter",
+    "BASE_FOLDER",
+    "Facts",
     "export_dequantized",
-    "export_merged",
     "probe_ids",
     "probe_logits",
     "verify_export",
+    "write_export",
 ]

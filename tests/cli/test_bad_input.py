@@ -277,24 +277,47 @@ def test_unwritable_output(refused, tmp_path, cache_dir, teacher_dir, text_file,
         refused(*argv, names=(str(tmp_path / "file"), "cannot be written"))
 
 
-def test_no_network_for_a_hub_id(refused, tmp_path) -> None:
+def test_no_network_for_a_hub_id(refused, tmp_path, text_file) -> None:
+    refused("cache", "--teacher", "nobody/nothing", "--data", text_file, "--output", tmp_path / "c",
+            names=("nobody/nothing", "local directory"))  # fmt: skip
+
+
+def test_the_text_of_another_model_is_never_guessed(refused, tmp_path, teacher_dir, student) -> None:
+    """A model of stories would be measured, or distilled, on Python's manual without a word."""
+    out = ("--output", tmp_path / "out")
+    refused("cache", "--teacher", teacher_dir, *out, names=(str(teacher_dir), "--data path/to/text"))
+    refused("eval", "--model", teacher_dir, *out, names=(str(teacher_dir), "--data path/to/text"))
+    refused("eval", "--checkpoint", student, *out, names=(str(teacher_dir), "--data path/to/text"))
+
+
+def test_a_file_that_is_no_table_of_fidelity_is_not_written_over(refused, tmp_path, teacher_dir, text_file) -> None:
+    for text in ("{}", "[1]", "[{}]", "no json"):
+        (tmp_path / "f.json").write_text(text)
+        refused("eval", "--model", teacher_dir, "--data", text_file, "--output", tmp_path / "f.json",
+                names=("f.json", "another --output"))  # fmt: skip
+
+
+def test_a_model_that_is_no_model(refused, tmp_path, teacher_dir, text_file) -> None:
     refused(
-        "cache", "--teacher", "nobody/nothing", "--output", tmp_path / "c", names=("nobody/nothing", "local directory")
+        "eval",
+        "--model",
+        tmp_path / "a" / "b" / "c",
+        "--data",
+        text_file,
+        "--output",
+        tmp_path / "f",
+        names=("a/b/c", "directory"),
     )
-
-
-def test_a_model_that_is_no_model(refused, tmp_path, teacher_dir) -> None:
-    refused("eval", "--model", tmp_path / "a" / "b" / "c", "--output", tmp_path / "f", names=("a/b/c", "directory"))
     broken = tmp_path / "broken"
     shutil.copytree(teacher_dir, broken)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    refused("eval", "--model", broken, "--output", tmp_path / "f", names=("broken", "weights"))
+    refused("eval", "--model", broken, "--data", text_file, "--output", tmp_path / "f", names=("broken", "weights"))
     (broken / "model.safetensors").unlink()
-    refused("eval", "--model", broken, "--output", tmp_path / "f", names=("broken",))
+    refused("eval", "--model", broken, "--data", text_file, "--output", tmp_path / "f", names=("broken",))
 
 
-def test_weights_that_are_missing_are_not_made_up(refused, tmp_path, teacher_dir) -> None:
+def test_weights_that_are_missing_are_not_made_up(refused, tmp_path, teacher_dir, text_file) -> None:
     from safetensors.torch import load_file, save_file
 
     part = tmp_path / "part"
@@ -302,7 +325,7 @@ def test_weights_that_are_missing_are_not_made_up(refused, tmp_path, teacher_dir
     tensors = load_file(part / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
-    refused("eval", "--model", part, "--output", tmp_path / "f", names=("up_proj", "part"))
+    refused("eval", "--model", part, "--data", text_file, "--output", tmp_path / "f", names=("up_proj", "part"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -409,9 +432,9 @@ def test_adapters_that_cannot_be_read(refused, tmp_path, teacher_dir, text_file)
     refused(*source, "--adapter", folder, names=("adapter", "export them again"))
 
 
-def test_an_output_that_is_a_folder(refused, tmp_path, teacher_dir) -> None:
+def test_an_output_that_is_a_folder(refused, tmp_path, teacher_dir, text_file) -> None:
     for output in (tmp_path, "."):
-        refused("eval", "--model", teacher_dir, "--output", output, names=("is a folder",))
+        refused("eval", "--model", teacher_dir, "--data", text_file, "--output", output, names=("is a folder",))
 
 
 def test_a_temperature_that_is_no_number(refused, tmp_path, teacher_dir) -> None:
@@ -468,10 +491,10 @@ def test_adapters_that_lack_a_layer(refused, tmp_path, cache_dir, teacher_dir, t
 
 
 @pytest.mark.parametrize("config", ['{"model_type": "qwen3", "hidden_size": "abc"}', "[]"])
-def test_a_damaged_config(refused, tmp_path, teacher_dir, config) -> None:
+def test_a_damaged_config(refused, tmp_path, teacher_dir, text_file, config) -> None:
     shutil.copytree(teacher_dir, tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(config)
-    refused("eval", "--model", tmp_path / "model", "--output", tmp_path / "f", names=("model",))
+    refused("eval", "--model", tmp_path / "model", "--data", text_file, "--output", tmp_path / "f", names=("model",))
 
 
 def test_an_export_over_the_current_folder(refused, tmp_path, student, monkeypatch) -> None:

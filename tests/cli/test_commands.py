@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from qat_lora import models
+from qat_lora.cli.evaluation import measure_rows
 from qat_lora.cli.main import main
+from qat_lora.config import EvalRun, presets
+from qat_lora.runtime import LocalRuntime
+from qat_lora.train.student import round_to_nearest
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +29,8 @@ def run(command: str) -> None:
 
 
 def read(path: Path) -> dict:
-    return json.loads(path.read_text())[0]
+    """The row of the model itself: those of its teacher and of its start come before it."""
+    return json.loads(path.read_text())[-1]
 
 
 def test_the_five_steps(tmp_path, teacher_dir, text_file, capsys) -> None:
@@ -34,13 +41,78 @@ def test_the_five_steps(tmp_path, teacher_dir, text_file, capsys) -> None:
     run(f"recover --cache-dir {at}/cache {start} --output {at}/rec --max-steps 4 --batch-size 4 {CPU}")
     run(f"export --checkpoint {at}/rec/best.pt --output {at}/export --quiet")
     run(f"eval --checkpoint {at}/rec/best.pt {text} --output {at}/ours.json {CPU}")
-    plain = f"--model {at}/export --adapter {at}/export/adapter --teacher {teacher_dir}"
+    plain = f"--model {at}/export --teacher {teacher_dir}"  # base and adapter
     run(f"eval {plain} {text} --output {at}/theirs.json {CPU}")
     assert "equal to the student bit for bit" in capsys.readouterr().out
     checkpoint, exported = read(at / "ours.json"), read(at / "theirs.json")
     for key in ("perplexity", "kl", "top1", "tokens"):
         assert checkpoint[key] == exported[key], key
     assert checkpoint["bits_per_weight"] < exported["bits_per_weight"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, cache_dir) -> Path:
+    """A student of one step."""
+    from qat_lora.train.run import run_qat
+    from tests.conftest import qat_run
+
+    folder = tmp_path_factory.mktemp("trained") / "qat"
+    return run_qat(qat_run(cache_dir, folder, loop={"max_steps": 1}), LocalRuntime("cpu")).best
+
+
+def test_an_evaluation_says_what_it_read_and_its_file_grows(
+    tmp_path, trained, teacher_dir, text_file, capsys, caplog
+) -> None:
+    shutil.copytree(trained.parent, tmp_path / "qat")
+    command = f"eval --checkpoint {tmp_path}/qat/best.pt --data {text_file} --max-rows 3 --device cpu"
+    with caplog.at_level("INFO"):
+        run(command)
+    assert f"on {text_file}, 3 windows of 24 tokens" in caplog.text, "seq_len is the cache's"
+    assert f"written to {tmp_path}/qat/fidelity.json\n" in capsys.readouterr().out, "beside the checkpoint"
+    path = tmp_path / "qat" / "fidelity.json"
+    teacher, rtn, qat = json.loads(path.read_text())
+    assert [row["stage"] for row in (teacher, rtn, qat)] == ["teacher", "rtn", "qat"]
+    assert (teacher["kl"], teacher["top1"], teacher["bits_per_weight"]) == (0.0, 1.0, 32.0)
+    assert rtn["kl"] > 0 and rtn["bits_per_weight"] == qat["bits_per_weight"]
+    for row in (teacher, rtn, qat):
+        assert (row["data"], row["seq_len"], row["stride"], row["max_rows"]) == (str(text_file), 24, 0, 3)
+        assert row["teacher"] == str(teacher_dir) and row["date"] and "torch" in row["versions"]
+    assert (qat["checkpoint"], qat["step"]) == (f"{tmp_path}/qat/best.pt", 1)
+    run(f"{command} --quiet")
+    assert "in the place of earlier rows: teacher, qat\n" in capsys.readouterr().out, "the start is not made twice"
+    run(f"{command} --seq-len 16 --no-rtn --quiet")
+    rows = json.loads(path.read_text())
+    assert [(row["stage"], row["seq_len"]) for row in rows] == [
+        ("rtn", 24), ("teacher", 24), ("qat", 24), ("teacher", 16), ("qat", 16),
+    ]  # fmt: skip
+
+
+def test_a_full_disk_loses_no_evaluation(tmp_path, teacher_dir, text_file, capsys, monkeypatch) -> None:
+    from qat_lora.evaluate import table
+
+    def full(path, tree) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(table, "write_json", full)
+    argv = f"eval --model {teacher_dir} --teacher {teacher_dir} --data {text_file} --seq-len 24 --max-rows 2 {CPU}"
+    assert main([*argv.split(), "--output", f"{tmp_path}/f.json"]) == 2
+    said = capsys.readouterr()
+    assert "100.0%" in said.out and "No space left" in said.err
+
+
+def test_the_rows_are_the_models_they_say_they_are(tmp_path, trained, teacher_dir, text_file) -> None:
+    """The teacher's row beside a student is what the teacher measures alone; the start's is its rounding."""
+    text = f"--data {text_file} --seq-len 24 --max-rows 3 {CPU}"
+    run(f"eval --checkpoint {trained} {text} --output {tmp_path}/all.json")
+    run(f"eval --model {teacher_dir} {text} --output {tmp_path}/alone.json")
+    teacher, rtn, qat = json.loads((tmp_path / "all.json").read_text())
+    assert teacher["perplexity"] == read(tmp_path / "alone.json")["perplexity"]
+    loaded, teacher_again = (models.load(str(teacher_dir)) for _ in range(2))
+    round_to_nearest(loaded.model, presets.scheme("q2_g32"))
+    settings = EvalRun(model=str(teacher_dir), data=str(text_file), seq_len=24, max_rows=3, stage="rtn")
+    expected = measure_rows(settings, LocalRuntime("cpu"), loaded.model, teacher_again, loaded)[-1]
+    assert (rtn["kl"], rtn["perplexity"]) == (expected.kl, expected.perplexity)
+    assert rtn["kl"] != qat["kl"]
 
 
 def test_a_stride_counts_every_token(tmp_path, teacher_dir, text_file) -> None:
@@ -104,6 +176,9 @@ def test_the_scripts_are_the_commands(script, command) -> None:
 
 def test_the_demo_in_short(tmp_path, capsys) -> None:
     """Every stage, file and column of the demo; its numbers are judged by tests/test_bars.py."""
+    (tmp_path / "demo" / "qat").mkdir(parents=True)
+    for left in ("demo.json", "qat/last.pt"):  # of an earlier demo, which is made anew
+        (tmp_path / "demo" / left).write_text("{}")
     run(f"demo --output {tmp_path}/demo --steps-factor 0.02 --rows-factor 0.02 {CPU}")
     rows = json.loads((tmp_path / "demo" / "fidelity.json").read_text())
     assert [row["stage"] for row in rows] == ["teacher", "rtn", "qat", "qat+lora", "exported (reloaded)"]
@@ -115,7 +190,6 @@ def test_the_demo_in_short(tmp_path, capsys) -> None:
     assert (tmp_path / "demo" / "report.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "fidelity.json" in printed and "exported" in printed
-    run(f"demo --output {tmp_path}/demo --steps-factor 0.01 --rows-factor 0.02 {CPU}")  # made anew
 
 
 def test_a_cache_is_described_and_verified(tmp_path, teacher_dir, text_file, capsys) -> None:

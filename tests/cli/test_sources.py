@@ -11,7 +11,7 @@ import torch
 
 from qat_lora import models
 from qat_lora.cache import KDCacheDataset
-from qat_lora.cli import commands
+from qat_lora.cli import evaluation
 from qat_lora.cli.main import main
 from qat_lora.config import EvalRun
 from qat_lora.errors import DataError
@@ -106,7 +106,7 @@ def test_rows_of_ids_are_cached_as_they_are(tmp_path, teacher_dir):
 def test_evaluation_reads_the_same_sources(tmp_path, chat_teacher, chats):
     def tokens(*flags):
         run(f"eval --model {chat_teacher} --output {tmp_path}/f.json --seq-len 24 {CPU} {' '.join(map(str, flags))}")
-        return json.loads((tmp_path / "f.json").read_text())[0]["tokens"]
+        return json.loads((tmp_path / "f.json").read_text())[-1]["tokens"]
 
     thinking, both = (tokens("--data", chats, "--chat-template", mode) for mode in ("think", "both"))
     assert both > 2 * thinking
@@ -118,7 +118,7 @@ def test_rows_of_ids_are_windows_or_with_a_stride_one_stream_without_their_paddi
     loaded = models.load(str(teacher_dir))
 
     def windows(**settings):
-        return commands.eval_windows(EvalRun(data=str(tmp_path / "a.pt"), seq_len=24, **settings), loaded)
+        return evaluation.eval_windows(EvalRun(data=str(tmp_path / "a.pt"), seq_len=24, **settings), loaded)
 
     assert windows().counted_RT.sum(1).tolist() == [n - 1 for n in lengths]
     stream = torch.cat([row[:n] for row, n in zip(ids, lengths, strict=True)])
@@ -156,7 +156,7 @@ def test_with_a_stride_no_more_of_a_long_row_is_read_than_the_windows_hold(tmp_p
     def windows(max_rows):
         np.save(tmp_path / "a.npy", ids_N)
         run = EvalRun(data=str(tmp_path / "a.npy"), seq_len=24, stride=8, max_rows=max_rows)
-        return commands.eval_windows(run, loaded)
+        return evaluation.eval_windows(run, loaded)
 
     every = windows(0)
     ids_N[100:] = 9999  # beyond the vocabulary, were they looked at
@@ -176,7 +176,7 @@ def test_no_source_is_said_to_be_none_whatever_lies_in_the_current_folder(
     monkeypatch.chdir(tmp_path)
     command = f"eval --model {teacher_dir} --output f.json --seq-len 24 --max-rows 2 --stride {stride} {CPU} --data"
     assert main([*command.split(), ""]) == 2
-    assert "No text source is named; give" in capsys.readouterr().err
+    assert "no text is given for model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

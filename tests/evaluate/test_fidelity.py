@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from qat_lora import models
-from qat_lora.evaluate import Fidelity, fidelity_table, measure, strided_windows, whole_windows, write_fidelity
+from qat_lora.evaluate import (
+    Fidelity,
+    fidelity_table,
+    measure,
+    read_fidelity,
+    strided_windows,
+    whole_windows,
+    write_fidelity,
+)
 from tests.conftest import VOCAB
 from tests.tolerances import ORACLE_FLOAT32
 
@@ -90,7 +101,32 @@ def test_stride_of_a_whole_window_loses_only_what_whole_windows_cannot_see() -> 
 
 
 def test_fidelity_json_and_table_hold_every_field(tmp_path) -> None:
-    row = Fidelity("qat", 3.0, 12.5, 0.25, 0.75, 1_500_000, 99)
-    write_fidelity(tmp_path / "fidelity.json", [row])
+    row = Fidelity("qat", 3.0, 12.5, 0.25, 0.75, 1_500_000, 99, data="a.txt", seq_len=128, versions={"torch": "2"})
+    assert write_fidelity(tmp_path / "fidelity.json", [row]) == []
     assert Fidelity(**json.loads((tmp_path / "fidelity.json").read_text())[0]) == row
-    assert [c.header for c in fidelity_table([row]).columns][:2] == ["stage", "bits/weight"]
+    assert [c.header for c in fidelity_table([row]).columns] == ["stage", "bits", "ppl", "KL", "top-1", "MB"]
+
+
+def test_a_row_of_the_same_context_is_replaced_and_any_other_is_added(tmp_path) -> None:
+    path, row = tmp_path / "fidelity.json", Fidelity("qat", perplexity=9.0, data="a", seq_len=128, checkpoint="c")
+    others = [{"stage": "rtn"}, {"seq_len": 256}, {"data": "b"}, {"stride": 8}, {"teacher": "t"}, {"max_rows": 3},
+              {"checkpoint": "d"}, {"model": "m"}, {"adapter": "e"}]  # fmt: skip
+    write_fidelity(path, [row])
+    for other in others:
+        assert write_fidelity(path, [replace(row, **other)]) == []
+    assert write_fidelity(path, [replace(row, perplexity=8.0, date="later")]) == ["qat"]
+    rows = read_fidelity(path)
+    assert len(rows) == 1 + len(others) and rows[-1]["perplexity"] == 8.0
+    assert [r["perplexity"] for r in rows[:-1]] == [9.0] * len(others)
+
+
+def test_the_table_fits_80_columns_and_keeps_the_adapters_bits_apart() -> None:
+    rows = [
+        Fidelity("exported (reloaded)", 34.04, 12345.67, 12.3456, 1.0, 12_345_670_000, 99, adapter_bits=2.04),
+        Fidelity("qat", 2.51, 8.0),
+    ]
+    console = Console(width=80, file=io.StringIO())
+    console.print(fidelity_table(rows))
+    text = console.file.getvalue()
+    assert "32.00 + 2.04" in text and "bits + adapters" in text and "12345.67" in text and " 2.51 " in text
+    assert len(text.splitlines()) == 3 + len(rows) + 1, "no line of it wraps"

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qat_lora import models
 from qat_lora.cli.main import main
 from qat_lora.errors import ExportMismatch
-from qat_lora.export import export_dequantized, probe_ids, probe_logits, verify_export
+from qat_lora.evaluate import Size
+from qat_lora.export import Facts, export_dequantized, probe_ids, probe_logits, verify_export
+from qat_lora.export.card import write_card
 from qat_lora.runtime import LocalRuntime
 from qat_lora.train.run import run_qat, run_recovery
 from qat_lora.train.student import load_student
@@ -45,18 +50,97 @@ def test_the_dequantised_folder_has_the_students_logits_bit_for_bit(runs, tmp_pa
     assert not (tmp_path / "dense" / "adapter").exists()
 
 
-def test_plain_peft_on_the_dequantised_base_has_the_students_logits_bit_for_bit(runs, tmp_path, teacher_dir) -> None:
+def python_of(card: str) -> str:
+    """The lines of Python in a card."""
+    return card.split("```python\n")[1].split("```")[0]
+
+
+def model_of_the_card(folder: Path, monkeypatch) -> torch.nn.Module:
+    """Run the lines of a folder's card in that folder, as its reader would, and return the model that they make."""
+    lines = python_of((folder / "README.md").read_text())
+    assert 4 <= len(lines.splitlines()) <= 6
+    monkeypatch.chdir(folder)
+    made: dict = {}
+    exec(lines, made)
+    return made["model"]
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")  # of generate
+def test_the_lines_of_every_card_give_the_students_logits_wherever_the_folder_lies(
+    runs, tmp_path, teacher_dir, monkeypatch
+) -> None:
+    best, recovered = runs
+    ids = probe_ids(VOCAB)
+    for name, checkpoint, folders in (("dense", best, ["."]), ("pair", recovered, [".", "base", "adapter"])):
+        exported = tmp_path / "first" / name
+        assert main(["export", "--checkpoint", str(checkpoint), "--output", str(exported), "--quiet"]) == 0
+        moved = (tmp_path / "moved").with_name(f"moved-{name}")
+        shutil.move(exported, moved)
+        expected = probe_logits(student_of(teacher_dir, checkpoint), ids)
+        for folder in folders:
+            assert torch.equal(probe_logits(model_of_the_card(moved / folder, monkeypatch), ids), expected), folder
+        assert str(tmp_path) not in "".join(p.read_text() for p in moved.rglob("*.json")), "a path of this machine"
+    assert not torch.equal(probe_logits(plain(moved / "base"), ids), expected), "the adapters do nothing"
+    with pytest.raises((OSError, ValueError)):
+        plain(moved)  # what would be the student without its adapters
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_an_adapter_alone_says_which_base_to_make(runs, tmp_path, teacher_dir, monkeypatch) -> None:
     _, recovered = runs
-    for name, extra in (("both", ()), ("alone", ("--format", "adapter"))):
-        argv = ["export", "--checkpoint", str(recovered), "--output", str(tmp_path / name), "--quiet", *extra]
-        assert main(argv) == 0
-    assert {p.name for p in (tmp_path / "alone").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    alone = tmp_path / "alone"
+    argv = ["export", "--checkpoint", str(recovered), "--output", str(alone), "--format", "adapter", "--quiet"]
+    assert main(argv) == 0
+    command = re.search(r"^    (qat-lora export .*)$", (alone / "README.md").read_text(), re.MULTILINE)[1]
+    named = json.loads((alone / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert command in named, "what a loader is told is what a person is told"
+    with pytest.raises((OSError, ValueError)):
+        AutoModelForCausalLM.from_pretrained(alone)
+    monkeypatch.chdir(alone)
+    assert main([*command.split()[1:], "--quiet"]) == 0
     ids = probe_ids(VOCAB)
     expected = probe_logits(student_of(teacher_dir, recovered), ids)
-    for adapter in (tmp_path / "both" / "adapter", tmp_path / "alone"):
-        reloaded = PeftModel.from_pretrained(plain(tmp_path / "both"), str(adapter)).eval()
-        assert torch.equal(probe_logits(reloaded, ids), expected)
-    assert not torch.equal(probe_logits(plain(tmp_path / "both"), ids), expected), "the adapters do nothing"
+    assert torch.equal(probe_logits(model_of_the_card(alone, monkeypatch), ids), expected)
+
+
+def front_matter(folder: Path) -> dict:
+    return yaml.safe_load((folder / "README.md").read_text().split("---")[1])
+
+
+def test_a_card_names_the_base_the_bits_the_text_and_what_was_measured(runs, tmp_path, teacher_dir, text_file) -> None:
+    _, recovered = runs
+    run = tmp_path / "run"
+    shutil.copytree(recovered.parent, run)
+    text = ["--data", str(text_file), "--seq-len", "24", "--max-rows", "2", "--device", "cpu", "--quiet"]
+    assert main(["eval", "--checkpoint", str(run / "best.pt"), "--no-rtn", *text]) == 0
+    row = json.loads((run / "fidelity.json").read_text())[-1]
+    folder = tmp_path / "export"
+    assert main(["export", "--checkpoint", str(run / "best.pt"), "--output", str(folder), "--quiet"]) == 0
+    assert front_matter(folder / "adapter") | {"tags": 0} == {
+        "library_name": "peft", "pipeline_tag": "text-generation", "base_model": "../base",
+        "base_model_relation": "adapter", "tags": 0,
+    }  # fmt: skip
+    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "../base"
+    assert "base_model" not in front_matter(folder), "a folder of this machine is no name for others"
+    card = (folder / "README.md").read_text()
+    bits = f"{row['bits_per_weight'] - row['adapter_bits']:.2f} + {row['adapter_bits']:.2f} adapters"
+    for words in (bits, text_file.name, teacher_dir.name, f"| {row['perplexity']:.2f} | {row['kl']:.4f} |"):
+        assert words in card, words
+    (run / "fidelity.json").write_text(json.dumps([row | {"step": 99}]))  # of another step of that run
+    shutil.rmtree(folder)
+    assert main(["export", "--checkpoint", str(run / "best.pt"), "--output", str(folder), "--quiet"]) == 0
+    assert "| perplexity |" not in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("teacher", "named"), [("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"), ("./local/dir", None), ("embedded", None)]
+)
+def test_the_base_of_rounded_weights_is_the_hub_id_of_their_teacher(tmp_path, teacher, named) -> None:
+    facts = Facts(teacher, "runs/q/best.pt", "2 bits", Size(2.5, 10), "a text", 0.5, [])
+    write_card(tmp_path, facts, what="dequantized", base=".")
+    assert front_matter(tmp_path).get("base_model") == named
+    assert front_matter(tmp_path).get("base_model_relation") == ("quantized" if named else None)
 
 
 def test_the_merged_folder_has_the_students_logits_up_to_rounding(runs, tmp_path, teacher_dir) -> None:
