@@ -209,7 +209,7 @@ def test_logging_evaluating_and_saving_change_nothing_that_is_trained(tmp_path, 
         lines.append(sum(record.levelno < logging.WARNING for record in caplog.records))
     assert lines[:2] == [0, 0] and 0 < lines[2] < lines[3], "the levels must make a difference to what is logged"
     for content in contents[1:]:
-        for part in ("trained", "optimizer", "ema", "tensors"):
+        for part in ("optimizer", "ema", "tensors"):
             assert_same(content[part], contents[0][part], part)
 
 
@@ -221,7 +221,7 @@ def test_an_evaluation_leaves_dropout_on(tmp_path, cache_dir, runtime) -> None:
         run = recovery_run(cache_dir, tmp_path / name, best, loop={"eval_every": every}, adapter=STOCHASTIC["adapter"])
         run_recovery(run, runtime)
         contents.append(load_checkpoint(tmp_path / name / "last.pt"))
-    assert_same(contents[0]["trained"], contents[1]["trained"])
+    assert_same(contents[0]["adapters"], contents[1]["adapters"])
 
 
 def test_every_micro_batch_of_every_rank_and_run_draws_numbers_of_its_own(runtime) -> None:
@@ -257,7 +257,7 @@ def test_streaming_and_preloading_train_the_same(tmp_path, cache_dir, runtime) -
     for preload in (True, False):
         output = tmp_path / str(preload)
         run_qat(qat_run(cache_dir, output, loop={"preload": preload, "max_steps": 3}), runtime)
-        contents.append(load_checkpoint(output / "last.pt")["trained"])
+        contents.append(load_checkpoint(output / "last.pt")["tensors"])
     assert_same(*contents)
 
 
@@ -335,7 +335,7 @@ def test_two_launches_of_a_run_are_equal(tmp_path, cache_dir) -> None:
     for name in ("one", "two"):
         torch.manual_seed(hash(name) % 1000)
         run_qat(replace(qat_run(cache_dir, tmp_path / name), preset="q2_g32"), LocalRuntime("cpu"))
-        contents.append(load_checkpoint(tmp_path / name / "last.pt")["trained"])
+        contents.append(load_checkpoint(tmp_path / name / "last.pt")["tensors"])
     assert_same(*contents)
 
 

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor, nn
 
 from qat_lora.cache import KDCacheDataset, topk_rows
+from qat_lora.config import QatRun, RecoveryRun
 from qat_lora.evaluate import hidden_and_head
 from qat_lora.kd import TargetSpec
 from qat_lora.runtime import Runtime
+from qat_lora.train.checkpoint import load_tensors
 from qat_lora.train.objective import Anchor, Batch
 
 ANCHOR_TOP_K = 64
+log = logging.getLogger(__name__)
+
+
+def anchor_of(
+    model: nn.Module, rows: KDCacheDataset, run: QatRun | RecoveryRun, runtime: Runtime, *, is_resumed: bool
+) -> Anchor | None:
+    """The run's anchor rows if it has any, of the model that it began with: a resumed run reads what that wrote."""
+    kd, path = run.kd, run.output / "anchor.pt"
+    if not kd.anchor_kl_weight:
+        return None
+    if is_resumed:
+        return Anchor(runtime.to_device(load_tensors(path)), anchor_spec(rows.manifest.target_spec))
+    log.info("computing the anchor rows' targets")
+    size = run.loop.batch_size * runtime.devices
+    anchor = build_anchor(
+        model, rows, samples=kd.anchor_samples, batch_size=size, chunk_tokens=kd.chunk_tokens, runtime=runtime
+    )
+    runtime.save(anchor.batch, path)
+    return anchor
 
 
 def anchor_spec(spec: TargetSpec) -> TargetSpec:

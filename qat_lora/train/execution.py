@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Iterable
 from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from qat_lora import models
-from qat_lora.config import ExecutionConfig, QatRun, RecoveryRun, Sync
+from qat_lora.config import ExecutionConfig, OptimConfig, QatRun, RecoveryRun, Sync
 from qat_lora.errors import ConfigError, ModelError
 from qat_lora.runtime import Runtime
 
@@ -65,10 +66,19 @@ def with_global_batch(run: Run, runtime: Runtime) -> Run:
     return dataclasses.replace(run, loop=dataclasses.replace(loop, accumulation_steps=steps))
 
 
-def lower_layers(model: nn.Module, execution: ExecutionConfig, runtime: Runtime, *, tokens: int) -> None:
+def state_bytes(trained: Iterable[Tensor], optim: OptimConfig) -> int:
+    """Bytes that training takes on this rank beside the weights: gradient, two moments, moving average, in float32."""
+    parts = (x.to_local() if hasattr(x, "to_local") else x for x in trained)
+    return sum(x.numel() for x in parts) * 4 * (4 if optim.ema_decay else 3)
+
+
+def lower_layers(
+    model: nn.Module, execution: ExecutionConfig, runtime: Runtime, *, tokens: int, to_come_bytes: int = 0
+) -> None:
     """Set how a model's layers run in training, in place, once it is quantised, adapted and placed.
 
-    `tokens` are those of one micro-batch on one device, by which ``auto`` decides.
+    ``auto`` decides by `tokens`, those of one micro-batch on one device, and by `to_come_bytes`, which the device will
+    hold beside the weights and the activations but does not yet hold.
     """
     config = models.causal_lm(model).config.get_text_config()
     depth, dropout = config.num_hidden_layers, getattr(config, "attention_dropout", None)
@@ -88,7 +98,8 @@ def lower_layers(model: nn.Module, execution: ExecutionConfig, runtime: Runtime,
             )
         models.scan_decoder(model, runtime.scan)
     elif execution.gradient_checkpointing == "on" or (
-        execution.gradient_checkpointing == "auto" and not _activations_fit_all(model, runtime, tokens, execution.sync)
+        execution.gradient_checkpointing == "auto"
+        and not _activations_fit_all(model, runtime, tokens, execution.sync, to_come_bytes)
     ):
         models.checkpoint_layers(model, runtime.checkpoint)
     if runtime.static_graph:
@@ -96,29 +107,30 @@ def lower_layers(model: nn.Module, execution: ExecutionConfig, runtime: Runtime,
         log.info("%d layers: expect up to %d s of compiling on two idle host cores, less on more", depth, seconds)
 
 
-def _activations_fit_all(model: nn.Module, runtime: Runtime, tokens: int, sync: Sync) -> bool:
+def _activations_fit_all(model: nn.Module, runtime: Runtime, tokens: int, sync: Sync, to_come_bytes: int) -> bool:
     """Whether they fit on every rank: ranks must not trace different graphs."""
-    fit = _activations_fit(model, runtime, tokens, sync)
+    fit = _activations_fit(model, runtime, tokens, sync, to_come_bytes)
     if runtime.agree(lambda: bytes([fit])):
         return fit
     log.info("activations do not fit on every rank: recomputed in backward on all of them")
     return not models.has_checkpointing(model)
 
 
-def _activations_fit(model: nn.Module, runtime: Runtime, tokens: int, sync: Sync) -> bool:
-    """Whether the activations that backward would keep take less than half of what is free on the device."""
+def _activations_fit(model: nn.Module, runtime: Runtime, tokens: int, sync: Sync, to_come_bytes: int) -> bool:
+    """Whether the activations that backward would keep take less than half of what will be free on the device."""
     memory = runtime.memory()
     needed = models.activation_bytes(model, tokens, runtime.precision.compute, lean=_is_lean(model))
     if runtime.static_graph and sync != "phase":
         needed *= _ONE_PROGRAM_KEEPS
     if memory.free_bytes is None:
         return True
-    fits = needed < memory.free_bytes / 2
+    free_bytes = max(0, memory.free_bytes - to_come_bytes)
+    fits = needed < free_bytes / 2
     words = "kept" if fits else "recomputed in backward (--gradient-checkpointing off keeps them)"
     if not fits and not models.has_checkpointing(model):
         log.warning("the model cannot recompute its layers (it has no gradient checkpointing): less --batch-size helps")
         words = "kept"
-    log.info("activations of about %.2f GiB, %.2f GiB free: %s", needed / 2**30, memory.free_bytes / 2**30, words)
+    log.info("activations of about %.2f GiB, %.2f GiB free: %s", needed / 2**30, free_bytes / 2**30, words)
     return words == "kept"
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.config import OptimConfig
+from qat_lora.models.lean.static_graph import is_static
 from qat_lora.runtime import Runtime
 
 
@@ -18,7 +19,7 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """AdamW with one group for weights and one, slower and never decayed, for scales, offsets and LUTs.
 
-    The moments exist before the first step, so that a lazily traced graph is the same at every step. There the learning
+    The moments exist before the first step, so that a compiled graph is the same at every step. There the learning
     rate and the step counts are tensors on the device as well: XLA takes Python numbers of equal value for one input,
     so a number that changes is another graph whenever it meets the value of another (bias correction and 1 - beta1 are
     both 0.1 at the first step), and 0 and 1 are constants.
@@ -30,7 +31,7 @@ def build_optimizer(
     groups = [g for g in groups if g["params"]]
     device = groups[0]["params"][0].device  # type: ignore[index]
     fused = device.type in ("cpu", "cuda")
-    capturable = device.type == "xla"
+    capturable = is_static(groups[0]["params"][0])  # type: ignore[index]
     lr = torch.tensor(optim.lr, device=device) if capturable else optim.lr
     optimizer = torch.optim.AdamW(
         groups, lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=fused or None, capturable=capturable

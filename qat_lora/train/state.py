@@ -49,7 +49,7 @@ class StepInfo:
     Attributes:
         step: steps done after it. loss, grad_norm: tensors on the device, not read yet; the norm is the one before
             clipping.
-        lr: peak group's learning rate used. tokens: tokens read by this rank. seconds: host time of the step.
+        lr: peak group's learning rate used. tokens: tokens read by this rank.
         shapes: (name, shape, dtype) of every tensor of its micro-batches, in order.
     """
 
@@ -58,5 +58,4 @@ class StepInfo:
     grad_norm: Tensor
     lr: float
     tokens: int
-    seconds: float
     shapes: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = ()

@@ -8,7 +8,6 @@ what changes from one to the next is data, none of it a constant.
 from __future__ import annotations
 
 import hashlib
-import time
 
 import torch
 
@@ -23,7 +22,6 @@ def train_step(
     state: TrainState, micro_batches: list[Batch], objective: KDObjective, optim: OptimConfig, runtime: Runtime
 ) -> StepInfo:
     """Advance the state by one optimizer step over the micro-batches (on the device) and say what it did."""
-    started = time.perf_counter()
     first_position = state.step * len(micro_batches)
     loss = accumulate_gradients(state, micro_batches, objective, runtime, first_position=first_position)
     runtime.reduce_gradients(state.optimizer)
@@ -37,7 +35,7 @@ def train_step(
     state.step += 1
     tokens = sum(batch["input_ids"].numel() for batch in micro_batches)
     shapes = tuple((name, tuple(x.shape), x.dtype) for batch in micro_batches for name, x in batch.items())
-    return StepInfo(state.step, loss, grad_norm, lr, tokens, time.perf_counter() - started, shapes)
+    return StepInfo(state.step, loss, grad_norm, lr, tokens, shapes)
 
 
 def accumulate_gradients(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,23 @@ from qat_lora.settings import from_json
 from qat_lora.train.checkpoint import check_identity, load_checkpoint
 
 Parameters = dict[str, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class Student:
+    """A model whose block Linears are quantised, and the names of its parameters that are trained.
+
+    `scales` are those that learn more slowly and are never decayed. Names, since placing makes other objects.
+    """
+
+    model: nn.Module
+    scheme: QuantScheme
+    weights: tuple[str, ...]
+    scales: tuple[str, ...] = ()
+
+    def parameters(self, names: Collection[str]) -> Parameters:
+        """The parameters of these names as the model now holds them."""
+        return {name: self.model.get_parameter(name) for name in names}
 
 
 def round_to_nearest(model: nn.Module, scheme: QuantScheme) -> None:

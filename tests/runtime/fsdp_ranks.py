@@ -20,6 +20,7 @@ from qat_lora.errors import CheckpointError, TrainingError
 from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.train.hooks import CheckpointHook
 from qat_lora.train.run import run_qat, run_recovery
+from qat_lora.train.speed import SpeedHook
 from qat_lora.train.state import TrainState
 from tests.runtime.ranks import KillAt7, outcome, settings
 
@@ -102,7 +103,7 @@ def pieces(folder: str) -> dict:
     }
     if runtime.rank == 1:  # a weight that is no number, in a part that the others do not hold
         next(iter(trained.values())).detach().to_local().view(-1)[0] = torch.nan
-    hook = CheckpointHook(lambda state: None, runtime, every=1)
+    hook = CheckpointHook(lambda state: None, SpeedHook(runtime), runtime, every=1)
     try:
         hook.start(TrainState(model, trained, optimizer))
         found["told"] = False

@@ -97,8 +97,7 @@ def test_memory_that_torch_xla_does_not_count_is_not_taken_for_the_hosts() -> No
 
 def test_its_checkpoints_are_like_any_others(teacher_dir, divided) -> None:
     found, folder = divided
-    saved = load_checkpoint(folder / "last.pt")["trained"]
-    assert {name: x.flatten().tolist() for name, x in saved.items()} == found["trained"]
+    assert load_checkpoint(folder / "last.pt")["trained"] == list(found["trained"])
     adapted, _ = load_student(models.load(str(teacher_dir)), folder / "last.pt")
     loaded = {name: p.flatten().tolist() for name, p in adapted.named_parameters() if ".lora_" in name}
     assert loaded == found["trained"]

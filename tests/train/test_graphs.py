@@ -158,7 +158,7 @@ def test_graphs_of_earlier_runs_of_the_process_are_not_counted() -> None:
 
 def info(step: int, **shapes: tuple[int, ...]) -> StepInfo:
     found = tuple((name, shape, torch.int64) for name, shape in shapes.items())
-    return StepInfo(step, torch.tensor(0.0), torch.tensor(0.0), 0.1, 1, 0.1, found)
+    return StepInfo(step, torch.tensor(0.0), torch.tensor(0.0), 0.1, 1, found)
 
 
 def test_a_compilation_is_told_at_its_own_step_and_once(caplog) -> None:

@@ -50,7 +50,7 @@ def written(path, state, level: str) -> list[dict]:
     hook = MemoryHook(path, Counting(), level=level, every=5)
     hook.start(state)
     state.step = 5
-    hook.after_step(state, StepInfo(5, torch.tensor(0.0), torch.tensor(0.0), 0.1, 1, 0.1))
+    hook.after_step(state, StepInfo(5, torch.tensor(0.0), torch.tensor(0.0), 0.1, 1))
     hook.end(state)
     return lines(path)
 

@@ -16,7 +16,8 @@ from qat_lora.config import AdapterConfig, KDConfig, OptimConfig, presets
 from qat_lora.config.presets import SCHEMES, scheme
 from qat_lora.errors import CheckpointError, ConfigError
 from qat_lora.remote import location
-from qat_lora.train.checkpoint import load_checkpoint, numbered, save_numbered
+from qat_lora.train.checkpoint import load_checkpoint
+from qat_lora.train.folder import numbered, save_numbered
 from qat_lora.train.run import run_qat, run_recovery
 from qat_lora.train.student import load_student, round_to_nearest, trained_parameters
 from tests.conftest import SEQ_LEN, cache_run, qat_run, recovery_run

@@ -91,7 +91,8 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        for_x, for_weight = ctx.saved_tensors[: ctx.split], ctx.saved_tensors[ctx.split :]
+        saved = ctx.saved_tensors  # once: a recomputed layer gives them out a single time
+        for_x, for_weight = saved[: ctx.split], saved[ctx.split :]
         grad_x = grad_weight_OI = grad_bias_O = None
         if ctx.needs_input_grad[0]:
             weight_OI = ctx.make_weight(*for_x) if ctx.make_weight else for_x[0]

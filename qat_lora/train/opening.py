@@ -1,0 +1,88 @@
+"""What a run names, opened once: its cache, the checkpoint that it begins from, and its model."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from qat_lora import models
+from qat_lora.cache import KDCacheDataset
+from qat_lora.config import QatRun, RecoveryRun
+from qat_lora.runtime import Runtime
+from qat_lora.train.checkpoint import load_checkpoint
+
+Launch = Literal["new", "resume", "from_scratch"]
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A run before its first step. Each thing is opened when it is first asked for, and then kept.
+
+    Attributes:
+        run: its settings, as they will be saved. launch: what is to become of an earlier run in its folder.
+    """
+
+    run: QatRun | RecoveryRun
+    runtime: Runtime
+    launch: Launch
+
+    @property
+    def last(self) -> Path:
+        """The checkpoint that a resumed run continues from."""
+        return self.run.output / "last.pt"
+
+    @functools.cached_property
+    def is_resumed(self) -> bool:
+        """Whether there is a run to resume, and it is to be resumed."""
+        return self.launch == "resume" and self.last.exists()
+
+    @property
+    def start_path(self) -> Path:
+        """The checkpoint that the run begins from: its own, or that of `--checkpoint`."""
+        return self.last if self.is_resumed else Path(self.run.checkpoint)
+
+    @functools.cached_property
+    def start(self) -> dict[str, Any] | None:
+        """What is in that checkpoint; None where a run of QAT begins from a rounded model."""
+        if not self.is_resumed and not self.run.checkpoint:
+            return None
+        return load_checkpoint(self.start_path, kind=self.run.command if self.is_resumed else QatRun.command)
+
+    @functools.cached_property
+    def cache(self) -> KDCacheDataset:
+        """The whole cache, with all the ids that its teacher has."""
+        run, loop = self.run, self.run.loop
+        return KDCacheDataset(
+            run.cache_dir,
+            rank=self.runtime.rank,
+            world_size=self.runtime.world_size,
+            preload=loop.preload,
+            seed=loop.seed,
+            shuffle_shards=loop.shuffle_shards,
+            disk_cache_gb=loop.disk_cache_gb,
+        )
+
+    @functools.cached_property
+    def loaded(self) -> models.Loaded:
+        """The full-precision model, its tokenizer and identity."""
+        name = self.run.model or self.cache.manifest.teacher
+        if isinstance(self.run, RecoveryRun) and not self.run.model and self.start is not None:
+            name = self.start["identity"]["name"]
+        with self.runtime.first("model_download"):
+            return models.load(name)
+
+    @functools.cached_property
+    def train_rows(self) -> KDCacheDataset:
+        """The rows that are trained on, with the ids that the student has."""
+        return self._split("train")
+
+    @functools.cached_property
+    def held_out_rows(self) -> KDCacheDataset:
+        """The rows that the run is evaluated on, none of which it trains on."""
+        return self._split("eval")
+
+    def _split(self, split: Literal["train", "eval"]) -> KDCacheDataset:
+        cache = self.cache.within(self.loaded.identity.vocab_size)
+        return cache.part(split, self.run.loop.eval_fraction)
