@@ -42,8 +42,6 @@ from qat_lora.cache import (
 from qat_lora.cli import commands
 from qat_lora.config.cache import CacheRun
 from qat_lora.data import read_texts, tokenize_blocks
-from qat_lora.evaluate import hidden_and_head
-from qat_lora.kd import Head
 from qat_lora.runtime import LocalRuntime
 
 SEQ_LEN, TOP_K, BATCH, CHUNK_TOKENS = 128, 64, 8, 256
@@ -69,10 +67,10 @@ def measure_build(args: argparse.Namespace) -> list[Row]:
     runtime, loaded = LocalRuntime("cpu"), models.load(models.EMBEDDED)
     texts = read_texts("embedded:train")
     blocks = tokenize_blocks(texts, loaded.tokenizer, SEQ_LEN, max_rows=args.build_rows)
-    head = Head(*models.head_parts(loaded.model, runtime.precision.compute))
+    head = models.head_parts(loaded.model, runtime.precision.compute)
 
     def hidden_states(ids_BT: Tensor) -> Tensor:
-        return hidden_and_head(loaded.model, ids_BT, runtime)[0].unflatten(0, ids_BT.shape)
+        return models.hidden_and_head(loaded.model, ids_BT, runtime)[0].unflatten(0, ids_BT.shape)
 
     @torch.no_grad()
     def bare() -> None:

@@ -26,8 +26,7 @@ from qat_lora.cache import CacheManifest
 from qat_lora.cache.teacher import stored_of
 from qat_lora.config import AdapterConfig, ExecutionConfig, KDConfig, OptimConfig, Packing
 from qat_lora.config.presets import scheme
-from qat_lora.evaluate import Windows, cached_kl, hidden_and_head, measure, placed
-from qat_lora.kd import Head
+from qat_lora.evaluate import Windows, cached_kl, measure
 from qat_lora.models.lean.loops import in_turn
 from qat_lora.quant import freeze_codes, quantize_model
 from qat_lora.runtime.precision import lower_frozen, precision_for
@@ -194,7 +193,7 @@ def _student(case: Case) -> nn.Module:
 
 def _train(case: Case, runtime: CaptureRuntime) -> None:
     model = _student(case)
-    placed(model, runtime)
+    models.place(model, runtime)
     lower_layers(model, case.execution, runtime, tokens=case.batch_size * case.seq_len)
     if case.stage == "qat":
         weights, scales = trained_parameters(model, ("weights", "scales", "luts"))
@@ -213,7 +212,7 @@ def _train(case: Case, runtime: CaptureRuntime) -> None:
 
 def _eval(case: Case, runtime: CaptureRuntime) -> None:
     model = _student(case)
-    placed(model, runtime)
+    models.place(model, runtime)
     runtime.mark_step("set-up")
     batches = [_batch(case), _batch(case)]
     runtime.wrap_loader = iter  # type: ignore[assignment,method-assign]  # placeholders need no loader
@@ -225,7 +224,7 @@ def _fidelity(case: Case, runtime: CaptureRuntime) -> None:
     student = _student(case)
     teacher = _blank_model(case.config)
     for model in (student, teacher):
-        placed(model, runtime)
+        models.place(model, runtime)
     runtime.to_device = lambda batch: {k: create_placeholder_tensor(x.shape, x.dtype) for k, x in batch.items()}  # type: ignore[method-assign]
     ids = torch.zeros(case.batch_size, case.seq_len, dtype=torch.long)
     with _unread():
@@ -233,12 +232,12 @@ def _fidelity(case: Case, runtime: CaptureRuntime) -> None:
 
 
 def _cache(case: Case, runtime: CaptureRuntime) -> None:
-    model = placed(_blank_model(case.config), runtime)
-    head = Head(*models.head_parts(model, runtime.precision.compute))
+    model = models.place(_blank_model(case.config), runtime)
+    head = models.head_parts(model, runtime.precision.compute)
     batch = _batch(case)
     ids_BT, positions_BT = batch["input_ids"], batch.get("position_ids")
     with torch.no_grad():
-        hidden_SH, _ = hidden_and_head(model, ids_BT, runtime, position_ids_BT=positions_BT)
+        hidden_SH, _ = models.hidden_and_head(model, ids_BT, runtime, position_ids_BT=positions_BT)
         hidden_BTH = hidden_SH.unflatten(0, ids_BT.shape)
         kept = stored_of(hidden_BTH, head, _manifest(case), case.kd.chunk_tokens)
     del hidden_SH, hidden_BTH

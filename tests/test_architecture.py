@@ -35,7 +35,7 @@ ARROWS = {
 }
 # Third-party packages with one door.
 ONLY_IN = {
-    "transformers": {"models/loading.py", "models/packing.py"},
+    "transformers": {"models"},
     "torch_xla": {"runtime/xla"},
     "peft": {"adapters"},
     "datasets": {"data/hub.py"},

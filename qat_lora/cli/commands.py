@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qat_lora import models
 from qat_lora.cache import CacheManifest, CacheWriter, Part, build_cache
@@ -26,9 +26,7 @@ from qat_lora.data import (
     tokenize_blocks,
 )
 from qat_lora.errors import CacheMismatch, ConfigError, ModelError
-from qat_lora.evaluate import check_documents, hidden_states, placed
 from qat_lora.files import check_writable
-from qat_lora.kd import Head
 from qat_lora.models.placement import Placement, memory_bytes, places_of
 from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.train.run import Launch, RunResult, run_qat, run_recovery
@@ -50,10 +48,7 @@ def cache(run: CacheRun) -> CacheManifest:
         loaded = models.load(run.teacher, placement=placement)
     if placement is not None:
         log.info("teacher in %s: %s", placement.quantization or placement.dtype, places_of(loaded.model))
-    models.check_context(loaded.model, run.seq_len)
-    _check_teacher(loaded.model, placement)
-    if run.packing == "documents":
-        check_documents(loaded.model)
+    _check_teacher(loaded, run, placement)
     with runtime.first("data_download"):
         fetch_source(run.data, run.source)
     blocks = blocks_of(run, loaded, run.max_rows or None)
@@ -67,11 +62,11 @@ def cache(run: CacheRun) -> CacheManifest:
         writer = CacheWriter(
             run.output, manifest, part=Part(*run.part_of), rank=runtime.rank, world_size=runtime.world_size
         )
-    model = placed(loaded.model, runtime) if placement is None else loaded.model
-    head = Head(*models.head_parts(model, runtime.precision.compute))
+    model = models.place(loaded.model, runtime) if placement is None else loaded.model
+    head = models.head_parts(model, runtime.precision.compute)
 
     def hidden_fn(ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
-        hidden_SH = hidden_states(model, ids_BT, runtime, position_ids_BT=position_ids_BT)
+        hidden_SH = models.hidden_states(model, ids_BT, runtime, position_ids_BT=position_ids_BT)
         # a teacher over several devices may end on another than its head's
         return hidden_SH.to(head.weight_VH.device).unflatten(0, ids_BT.shape)
 
@@ -137,15 +132,15 @@ def _placement(run: CacheRun, runtime: Runtime) -> Placement | None:
     return Placement(runtime.device, runtime.precision.compute, spread, memory_bytes(run.max_memory), quantization)
 
 
-def _check_teacher(model: nn.Module, placement: Placement | None) -> None:
-    """`models.check_head`, in which a quantised teacher runs for the first time: not every device has every product."""
+def _check_teacher(loaded: models.Loaded, run: CacheRun, placement: Placement | None) -> None:
+    """`Loaded.check`, in which a quantised teacher runs for the first time: not every device has every product."""
     try:
-        models.check_head(model)
+        loaded.check(seq_len=run.seq_len, documents=run.packing == "documents")
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         if placement is None or not placement.quantization:
             raise
         raise ModelError(
-            f"bitsandbytes cannot run {type(model).__name__} in {placement.quantization} on {placement.device} "
+            f"bitsandbytes cannot run {type(loaded.model).__name__} in {placement.quantization} on {placement.device} "
             f"({type(error).__name__}: {error}); use --device cuda, another width, or drop --quantize-teacher."
         ) from error
 

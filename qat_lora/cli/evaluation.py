@@ -22,7 +22,6 @@ from qat_lora.evaluate import (
     Fidelity,
     Windows,
     measure,
-    placed,
     read_fidelity,
     size_of,
     strided_windows,
@@ -94,7 +93,7 @@ def measure_rows(
     teacher_size = None if teacher is None else size_of(teacher.model, stored_bits=teacher.stored_bits)
     for model in (student, against):
         if model is not None:
-            placed(model, runtime)
+            models.place(model, runtime)
     with bar(f"eval {run.stage}", total=len(windows.input_ids_RT)) as update:
         scores = measure(student, against, windows, batch_size=run.eval_batch_size, runtime=runtime, on_rows=update)
     row = replace(
@@ -148,7 +147,7 @@ def _row(run: EvalRun, teacher: models.Loaded | None) -> Fidelity:
 
 def eval_windows(run: EvalRun, loaded: models.Loaded) -> Windows:
     """The run's text as windows of its length and stride, in the model's tokens."""
-    models.check_context(loaded.model, run.seq_len)
+    loaded.check(seq_len=run.seq_len)
     # with a stride, W windows read this many rows of tokens
     rows = -(-((run.max_rows - 1) * run.stride) // run.seq_len) + 1 if run.stride else run.max_rows
     is_bounded = run.max_rows and not (run.stride and rows_stay(run.data, run.seq_len))  # which may be short ones

@@ -2,7 +2,6 @@
 
 from qat_lora.evaluate.cached import cached_kl
 from qat_lora.evaluate.fidelity import Fidelity, measure
-from qat_lora.evaluate.forward import check_documents, hidden_and_head, hidden_states, placed
 from qat_lora.evaluate.size import Size, size_of
 from qat_lora.evaluate.table import fidelity_table, read_fidelity, write_fidelity
 from qat_lora.evaluate.windows import Windows, strided_windows, whole_windows
@@ -12,12 +11,8 @@ __all__ = [
     "Size",
     "Windows",
     "cached_kl",
-    "check_documents",
     "fidelity_table",
-    "hidden_and_head",
-    "hidden_states",
     "measure",
-    "placed",
     "read_fidelity",
     "size_of",
     "strided_windows",

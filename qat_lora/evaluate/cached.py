@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from qat_lora.evaluate.forward import hidden_and_head
+from qat_lora import models
 from qat_lora.kd import (
     Target,
     TargetSpec,
@@ -42,7 +42,9 @@ def cached_kl(
     for batch in runtime.wrap_loader(batches):
         target = targets(batch, 1.0, spec)
         mask_S = position_mask(batch["length"], batch["input_ids"].shape[1]).flatten()
-        hidden_SH, head = hidden_and_head(model, batch["input_ids"], runtime, position_ids_BT=batch.get("position_ids"))
+        hidden_SH, head = models.hidden_and_head(
+            model, batch["input_ids"], runtime, position_ids_BT=batch.get("position_ids")
+        )
         total = total + chunked_head_loss(
             hidden_SH,
             head,

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from qat_lora import models
 from qat_lora.errors import DataError
-from qat_lora.evaluate.forward import hidden_and_head
 from qat_lora.evaluate.windows import Windows
-from qat_lora.kd import Head, next_tokens
+from qat_lora.kd import next_tokens
 from qat_lora.runtime import Runtime
 
 CHUNK_TOKENS = 512
@@ -123,7 +123,7 @@ def _batch_sums(
 ) -> Tensor:
     """Sums over one batch, [4] float64 on the CPU: negative log-likelihood, KL, agreement, the teacher's likelihood."""
     different = [student] if teacher is None or teacher is student else [student, teacher]
-    used = [hidden_and_head(model, ids_BT, runtime) for model in different]
+    used = [models.hidden_and_head(model, ids_BT, runtime) for model in different]
     # what stays the same goes round with the sums, as a loop of the device needs it
     same = [x for _, head in used for x in (head.weight_VH, head.bias_V) if x is not None]
 
@@ -132,7 +132,7 @@ def _batch_sums(
         log_probs = []
         for (_, head), hidden_CH in zip(used, hiddens, strict=True):
             weight_VH, bias_V = rest.pop(0), None if head.bias_V is None else rest.pop(0)
-            log_probs.append(Head(weight_VH, bias_V, head.transform)(hidden_CH).float().log_softmax(-1))
+            log_probs.append(models.Head(weight_VH, bias_V, head.transform)(hidden_CH).float().log_softmax(-1))
         nll_C, teacher_nll_C = (-x.gather(1, next_C[:, None]).squeeze(1) for x in (log_probs[0], log_probs[-1]))
         logq_CV, logp_CV = _over_common_ids(log_probs[0], log_probs[-1])
         kl_C = (logp_CV.exp() * (logp_CV - logq_CV)).sum(-1)

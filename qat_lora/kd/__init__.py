@@ -1,6 +1,6 @@
 """Knowledge distillation: losses, targets, draws and the head taken chunk by chunk; no files."""
 
-from qat_lora.kd.head import Head, chunked_head_loss
+from qat_lora.kd.head import chunked_head_loss
 from qat_lora.kd.losses import (
     LossSum,
     SampledTarget,
@@ -15,6 +15,7 @@ from qat_lora.kd.losses import (
     sparse_kl,
 )
 from qat_lora.kd.targets import TargetSpec, label_mask, next_tokens, position_mask, targets
+from qat_lora.models import Head
 
 __all__ = [
     "Head",

@@ -1,6 +1,6 @@
 """The last layer of a language model, and a loss on its logits chunk by chunk.
 
-Owns `Head` and `chunked_head_loss`; what the loss is stands in `losses`.
+Owns `chunked_head_loss`; what the loss is stands in `losses`, the head itself in `models`.
 
 Legend: V vocabulary, H hidden, S flattened token rows (B*T), c rows of one chunk, J logits picked per row.
 """
@@ -14,32 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qat_lora.models import Head
 from qat_lora.models.lean.loops import Loop, in_turn
 from qat_lora.models.lean.products import accurate
 
 LossFn = Callable[..., Tensor]
-
-
-class Head(NamedTuple):
-    """The last layer of a causal language model: logits = transform(hidden @ weight^T + bias).
-
-    Attributes:
-        weight_VH: ``[V, H]``.
-        bias_V: ``[V]`` or None.
-        transform: what the model does to its logits afterwards (a soft cap, a scale), or None.
-    """
-
-    weight_VH: Tensor
-    bias_V: Tensor | None = None
-    transform: Callable[[Tensor], Tensor] | None = None
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the logits ``[..., V]`` of hidden states ``[..., H]``."""
-        return self.transformed(F.linear(hidden, self.weight_VH, self.bias_V))
-
-    def transformed(self, raw: Tensor) -> Tensor:
-        """Return the logits after `transform`."""
-        return raw if self.transform is None else self.transform(raw)
 
 
 def chunked_head_loss(

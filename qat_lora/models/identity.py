@@ -1,13 +1,39 @@
-"""Digests of models and tokenizers, by which a cache and a run know that they are of the same ones."""
+"""What a model is, wherever it lies: digests of weights and tokenizer, by which caches and runs know each other."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qat_lora.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a model is, independent of where it lies.
+
+    Attributes:
+        name: as it was asked for.
+        weights: digest of the weight files, with ":8bit" or ":4bit" behind it where they were quantised on loading.
+        tokenizer: digest of the tokenizer.
+        vocab_size: V, rows of the embedding and width of the logits.
+        tokenizer_size: the tokenizer's greatest id + 1. Ids from there up to V, if any, are padding: no text has them.
+    """
+
+    name: str
+    weights: str
+    tokenizer: str
+    vocab_size: int
+    tokenizer_size: int
+
+    @classmethod
+    def of(cls, name: str, folder: Path, tokenizer: Any, *, vocab_size: int, quantization: str = "") -> Identity:
+        """Identify the weights in a folder; `quantization` is what loading did to them."""
+        weights = weights_digest(folder) + (f":{quantization}" if quantization else "")
+        return cls(name, weights, tokenizer_digest(tokenizer), vocab_size, tokenizer_size(tokenizer))
 
 
 def tokenizer_size(tokenizer: Any) -> int:

@@ -1,14 +1,11 @@
-"""Models and tokenizers of the outside world: find, load, identify, take apart into trunk and head.
-
-The only file that imports transformers. A *trunk* maps ids to the last hidden state; a *head* maps hidden states to
-logits. Training keeps the two apart because the [B, T, V] logits of a whole batch must never exist at once.
-"""
+"""Models and tokenizers of the outside world, found, loaded and written: with `attention`, the door to transformers."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -16,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
+from torch import nn
 
 from qat_lora.errors import ModelError, OutputError
-from qat_lora.models.identity import tokenizer_digest, tokenizer_size, weights_digest
-from qat_lora.models.lean.attention import causal_attention
-from qat_lora.models.lean.layers import Scan, ScannedLayers, why_unlike
-from qat_lora.models.packing import packing_known
-from qat_lora.models.placement import Placement, at_hand
+from qat_lora.models.families import role_of, target_linears
+from qat_lora.models.forward import check_documents, check_head
+from qat_lora.models.identity import Identity
+from qat_lora.models.placement import Placement
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,7 +27,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
-_CHUNKED = "qat_lora_chunked"  # the name that transformers knows our attention by
 
 # What transformers raises at files that it cannot make sense of.
 _UNREADABLE = (
@@ -39,38 +34,44 @@ _UNREADABLE = (
     StrictDataclassError,
 )
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-_ATTENTION_WORDS = ("attn", "attention")
-_ROUTERS = ("gate", "router", "shared_expert_gate")  # a mixture's choice of experts is small and must stay exact
-_MLP_WORDS = ("mlp", "feed_forward", "ffn", "experts", "block_sparse_moe")
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What a model is, independent of where it lies.
-
-    Attributes:
-        name: as it was asked for.
-        weights: digest of the weight files, with ":8bit" or ":4bit" behind it where they were quantised on loading.
-        tokenizer: digest of the tokenizer.
-        vocab_size: V, rows of the embedding and width of the logits.
-        tokenizer_size: the tokenizer's greatest id + 1. Ids from there up to V, if any, are padding: no text has them.
-    """
-
-    name: str
-    weights: str
-    tokenizer: str
-    vocab_size: int
-    tokenizer_size: int
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in evaluation mode, its tokenizer and identity; `stored_bits` is the width its weights have on disk."""
+    """A model in evaluation mode, and all that is known of it before it is changed.
+
+    Attributes:
+        model: frozen; quantisation and adapters change it in place.
+        tokenizer: the one that lies with it.
+        identity: digests and sizes.
+        stored_bits: the width that its weights have on disk.
+        context: the positions that it knows; None where there is no bound.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     identity: Identity
     stored_bits: int
+    context: int | None
+
+    @functools.cached_property
+    def targets(self) -> Mapping[str, str]:
+        """The Linears to quantise and adapt, and their role; raises ModelError where not all matrices are understood.
+
+        Found when first asked for, and the names are those of the model as it was loaded.
+        """
+        return target_linears(self.model)
+
+    def check(self, *, seq_len: int, documents: bool = False) -> None:
+        """Raise ModelError where the head is not known, or rows of this length, or of several documents, do not fit."""
+        if self.context is not None and seq_len > self.context:
+            raise ModelError(
+                f"rows of seq_len={seq_len} tokens exceed the model's context of {self.context}; use --seq-len "
+                f"{self.context}."
+            )
+        check_head(self.model)
+        if documents:
+            check_documents(self.model)
 
 
 def resolve(name: str) -> Path:
@@ -94,30 +95,20 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, placement: Placement 
     if placement is not None:
         placement.check(folder)
     tokenizer = load_tokenizer(folder)
-    weights = weights_digest(folder)
+    identity = _identity(name, folder, tokenizer, quantization=placement.quantization if placement else "")
     if placement is None:
         model = _load_model(folder, dtype)
+        _use_plain_linears(model)
     else:
-        model = placement.loaded(functools.partial(_load_model, folder, placement.dtype))
-        weights += f":{placement.quantization}" if placement.quantization else ""
-    size = tokenizer_size(tokenizer)
-    identity = Identity(name, weights, tokenizer_digest(tokenizer), model.config.get_text_config().vocab_size, size)
-    return Loaded(model.eval().requires_grad_(False), tokenizer, identity, _stored_bits(folder))
+        model = placement.load(functools.partial(_load_model, folder, placement.dtype))
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return Loaded(model.eval().requires_grad_(False), tokenizer, identity, _stored_bits(folder), context)
 
 
 def identify(name: str) -> Identity:
     """Return the identity of a model without loading its weights."""
-    from transformers import AutoConfig
-
     folder = resolve(name)
-    tokenizer = load_tokenizer(folder)
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        vocab_size = config.get_text_config().vocab_size  # as in `load`: a composite model's own config has none
-    except _UNREADABLE as error:
-        raise ModelError(f"no config.json can be read in {folder} ({_first_line(error)}); add the model's.") from None
-    size = tokenizer_size(tokenizer)
-    return Identity(name, weights_digest(folder), tokenizer_digest(tokenizer), vocab_size, size)
+    return _identity(name, folder, load_tokenizer(folder))
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -136,177 +127,6 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         ) from None
 
 
-def causal_lm(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers causal LM inside a model that peft may have wrapped."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-
-
-def trunk_hidden(model: nn.Module, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
-    """Last hidden state [B, T, H] after the final norm.
-
-    Rows are causal and padded on the right, so no mask is needed. Where `position_ids_BT` (int64) begin anew within a
-    row, attention does too. Transformers sees this in the positions and masks what each kind of its layers must not
-    see; our own attention does it by the positions, which are brought to it in the place of a mask.
-    """
-    lm = causal_lm(model)
-    given: dict[str, Tensor] = {}
-    if position_ids_BT is not None:
-        given["position_ids"] = position_ids_BT
-        if lm.config.get_text_config()._attn_implementation == _CHUNKED:
-            given["attention_mask"] = position_ids_BT[:, None, :, None]  # one of four sides is handed on as it is
-    with packing_known(position_ids_BT is not None):
-        return lm.base_model(input_ids=input_ids_BT, use_cache=False, **given).last_hidden_state
-
-
-def use_chunked_attention(model: nn.Module) -> None:
-    """Replace torch's attention by `lean.attention`; raises ModelError where a model's own does more than that.
-
-    It has no mask, so transformers builds none. In doing so it would look whether rows are packed, a host read in every
-    forward, which on XLA cuts the graph in the middle.
-    """
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(_CHUNKED, _chunked_attention)
-    lm = causal_lm(model)
-    lm.set_attn_implementation(_CHUNKED)
-    if lm.config.get_text_config()._attn_implementation != _CHUNKED:
-        raise ModelError(f"{type(lm).__name__} does not let its attention be replaced, which XLA needs; use --device.")
-
-
-def _chunked_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
-) -> tuple[Tensor, None]:
-    """Transformers' interface: [B, heads, T, D] in, [B, T, heads, D] out; see `trunk_hidden` for the mask."""
-    position_BT = None
-    if attention_mask is not None and attention_mask.dtype == torch.int64:
-        position_BT, attention_mask = attention_mask[:, 0, :, 0], None
-    odd = [name for name in ("softcap", "s_aux", "position_bias") if settings.get(name) is not None]
-    if odd or settings.get("dropout") or attention_mask is not None or not getattr(module, "is_causal", True):
-        what = odd[0] if odd else "dropout, a mask or no causality"
-        raise ModelError(f"{type(module).__name__} computes attention with {what}, which is not known on XLA.")
-    scaling = settings.get("scaling") or query.shape[-1] ** -0.5
-    window = settings.get("sliding_window")
-    output = causal_attention(query, key, value, scaling=scaling, window=window, position_BT=position_BT)
-    return output.transpose(1, 2), None
-
-
-def checkpoint_layers(model: nn.Module, checkpoint: Callable[..., Tensor]) -> None:
-    """Let `checkpoint` run every decoder layer in training: called with the layer's forward and its hidden states."""
-    lm = causal_lm(model)
-    if not has_checkpointing(model):
-        raise ModelError(f"{type(lm).__name__} has no gradient checkpointing; use --gradient-checkpointing off.")
-    lm._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=checkpoint)
-    lm.enable_input_require_grads()  # else a reentrant checkpoint of frozen inputs drops the gradients inside it
-
-
-def has_checkpointing(model: nn.Module) -> bool:
-    """Whether `checkpoint_layers` can be done."""
-    return bool(causal_lm(model).supports_gradient_checkpointing)
-
-
-def activation_bytes(model: nn.Module, tokens: int, compute: torch.dtype, *, lean: bool) -> int:
-    """About what backward keeps of `tokens` tokens without checkpointing, in bytes.
-
-    Per layer and token, in the compute dtype: residuals, norms and their inputs (8 H), queries, keys, values and
-    attention's output twice (4 heads * D), the MLP's products (5 I); and float32 copies for the norms and adapters
-    (half as much again). With lean norms and MLPs: the residuals (2 H), queries and keys before and after their turn,
-    values, attention's output as it is and as the next product reads it, and the MLP's two factors.
-    """
-    config = causal_lm(model).config.get_text_config()
-    heads = config.num_attention_heads
-    head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    queries, keys = head_width * heads, head_width * (getattr(config, "num_key_value_heads", None) or heads)
-    if lean:
-        values = 2.0 * config.hidden_size + 4 * queries + 3 * keys + 2 * config.intermediate_size
-    else:
-        values = 1.5 * (8 * config.hidden_size + 4 * queries + 5 * config.intermediate_size)
-    return int(config.num_hidden_layers * tokens * values * compute.itemsize)
-
-
-def scan_decoder(model: nn.Module, scan: Scan) -> None:
-    """Let `scan` run the decoder's layers, in place, once the model is quantised and adapted.
-
-    Names, state dict and peft's structure stay as they are: only the list that the trunk loops over is another class.
-    Raises ModelError where the layers are not alike.
-    """
-    lm = causal_lm(model)
-    layers = getattr(lm.base_model, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or not len(layers):
-        raise ModelError(f"{type(lm.base_model).__name__} has no list of layers to scan; drop --scan-layers.")
-    if reason := why_unlike(list(layers), lm.config.get_text_config()):
-        raise ModelError(f"the decoder's layers cannot be scanned: {reason}; drop --scan-layers.")
-    lm.base_model.layers = ScannedLayers(layers, scan)
-
-
-def head_parts(model: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Callable[[Tensor], Tensor] | None]:
-    """The head as (weight [V, H], bias [V] or None, what follows on the logits or None), the first two in `dtype`.
-
-    What follows is the scale of Cohere and Granite and the soft cap of Gemma, as the model's config names them.
-    """
-    lm = causal_lm(model)
-    layer, config = lm.get_output_embeddings(), lm.config.get_text_config()
-    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-    softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
-
-    def transform(logits: Tensor) -> Tensor:
-        scaled = logits * scale
-        return softcap * torch.tanh(scaled / softcap) if softcap else scaled
-
-    plain = scale == 1.0 and not softcap
-    with at_hand(layer):
-        bias = getattr(layer, "bias", None)
-        return layer.weight.to(dtype), None if bias is None else bias.to(dtype), None if plain else transform
-
-
-def check_head(model: nn.Module) -> None:
-    """Raise ModelError where trunk and head together do not give the logits of the model's own forward."""
-    with torch.no_grad():
-        first = next(model.parameters())
-        ids_BT = torch.arange(8, device="cpu" if first.is_meta else first.device)[None]  # hooks fetch both
-        own = causal_lm(model)(input_ids=ids_BT, use_cache=False).logits.float().cpu()
-        hidden_BTH = trunk_hidden(model, ids_BT)
-        weight_VH, bias_V, transform = head_parts(model, hidden_BTH.dtype)
-        ours = nn.functional.linear(hidden_BTH.to(weight_VH.device), weight_VH, bias_V).float()
-        ours = (ours if transform is None else transform(ours)).cpu()
-    # another order of operations; a missing scale or cap is far off
-    tolerance = max(1e-4, 4 * torch.finfo(hidden_BTH.dtype).eps)
-    if not torch.allclose(own, ours, rtol=tolerance, atol=tolerance):
-        raise ModelError(
-            f"{type(causal_lm(model)).__name__} does something to its logits that qat_lora does not know (largest "
-            f"difference {(own - ours).abs().max():.3g}); add it to qat_lora.models.head_parts."
-        )
-
-
-def check_context(model: nn.Module, seq_len: int) -> None:
-    """Raise ModelError where rows are longer than the context that the model knows."""
-    context = getattr(causal_lm(model).config.get_text_config(), "max_position_embeddings", None)
-    if context is not None and seq_len > context:
-        raise ModelError(
-            f"rows of seq_len={seq_len} tokens exceed the model's context of {context}; use --seq-len {context}."
-        )
-
-
-def target_linears(model: nn.Module) -> dict[str, str]:
-    """Names of the block Linears and their role, ``attention`` or ``mlp``, in model order.
-
-    Embeddings, the head and anything outside the decoder's layers are left alone.
-    """
-    head = causal_lm(model).get_output_embeddings()
-    found = {name: role for name, role, layer in _block_linears(model) if layer is not head}
-    fused = [name for name, p in model.named_parameters() if p.dim() > 2 and _role(name.split(".")) == "mlp"]
-    if fused:
-        raise ModelError(
-            f"{fused[0]} holds the experts of a mixture in one tensor, which cannot be quantised; use a dense model."
-        )
-    if not found:
-        kinds = sorted({type(m).__name__ for m in model.modules() if hasattr(m, "weight")})
-        raise ModelError(
-            f"{type(model).__name__} has no nn.Linear in an attention or MLP block (its layers: {', '.join(kinds)}); "
-            "use a model whose blocks are made of nn.Linear, such as Llama or Qwen3."
-        )
-    return found
-
-
 def save_pretrained(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     """Write an ordinary transformers folder: config, safetensors, tokenizer."""
     from safetensors import SafetensorError
@@ -320,46 +140,81 @@ def save_pretrained(model: PreTrainedModel, tokenizer: Any, folder: Path) -> Non
         ) from None
 
 
-def _block_linears(model: nn.Module) -> Iterator[tuple[str, str, nn.Linear]]:
-    for name, layer in model.named_modules():
-        if not isinstance(layer, nn.Linear) or ".lora_" in name:  # peft's own Linears are no part of the model
-            continue
-        *parts, last = name.split(".")
-        if last in _ROUTERS:
-            continue
-        role = _role(parts)
-        if role is not None:
-            yield name, role, layer
+def _identity(name: str, folder: Path, tokenizer: Any, *, quantization: str = "") -> Identity:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        vocab_size = config.get_text_config().vocab_size  # a composite model's own config has none
+    except _UNREADABLE as error:
+        raise ModelError(f"no config.json can be read in {folder} ({_first_line(error)}); add the model's.") from None
+    return Identity.of(name, folder, tokenizer, vocab_size=vocab_size, quantization=quantization)
 
 
-def _role(parts: Sequence[str]) -> str | None:
-    """``attention`` or ``mlp`` by the names of the modules around a layer; None outside the blocks."""
-    if any(word in part for part in parts for word in _ATTENTION_WORDS):
-        return "attention"
-    return "mlp" if any(word in part for part in parts for word in _MLP_WORDS) else None
-
-
-def _load_model(folder: Path, dtype: torch.dtype, **placed: Any) -> PreTrainedModel:
+def _load_model(folder: Path, dtype: torch.dtype, **words: Any) -> PreTrainedModel:
+    """Load the weights of a folder; `words` are a placement's for transformers."""
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # a model that loads in seconds needs no bar of its own
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True, **placed
-        )
+        model, info = _with_some_attention(folder, dtype=dtype, **words)
     except (*_UNREADABLE, SafetensorError) as error:
         raise ModelError(
             f"no causal LM can be read in {folder} ({_first_line(error)}); check config.json and the weights, "
-            f"{'the free memory and --max-memory, ' if placed else ''}or download the model again."
+            f"{'the free memory and --max-memory, ' if words else ''}or download the model again."
         ) from None
-    if layers := sorted(key for key in info["unexpected_keys"] if _role(key.split(".")) and key.endswith(".weight")):
+    layers = sorted(key for key in info["unexpected_keys"] if key.endswith(".weight") and role_of(key.split(".")[:-1]))
+    if layers:
         log.warning("%s holds weights that its config does not use, %s among them", folder, layers[0])
-    if info["missing_keys"]:  # transformers would go on with random values
+    if info["missing_keys"]:  # transformers would continue with random values
         missing = sorted(info["missing_keys"])
         raise ModelError(f"{folder} lacks {len(missing)} weights, {missing[0]} among them; download the model again.")
     return model
+
+
+def _with_some_attention(folder: Path, **words: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load with torch's fused attention, or with the family's own where transformers refuses the fused one."""
+    from transformers import AutoModelForCausalLM
+
+    refusals = []
+    for attention in ("sdpa", "eager"):
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder, attn_implementation=attention, local_files_only=True, output_loading_info=True, **words
+            )
+        except ValueError as error:
+            if not re.search("attention implementation|attn_implementation", str(error)):
+                raise
+            refusals.append(_first_line(error))
+            continue
+        if refusals:
+            log.info("%s has no fused attention: its own is used, which takes more memory", type(model).__name__)
+        return model, info
+    raise ModelError(f"the model in {folder} runs with neither sdpa nor eager attention ({refusals[-1]}); use another.")
+
+
+def _use_plain_linears(model: nn.Module) -> None:
+    """Make a family's own kind of Linear torch's, in place, where a trial shows that it computes the same."""
+    kinds: dict[type, bool] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and (kind := type(module)) is not nn.Linear:
+            if kind not in kinds:
+                kinds[kind] = _computes_linear(kind)
+            if kinds[kind]:
+                module.__class__ = nn.Linear
+
+
+@torch.no_grad()
+def _computes_linear(kind: type[nn.Linear]) -> bool:
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        small, x = nn.Linear(3, 2), torch.randn(5, 3)
+        expected = small(x)
+        small.__class__ = kind
+        try:
+            return torch.allclose(small(x), expected)
+        except (TypeError, AttributeError, RuntimeError):
+            return False
 
 
 def _stored_bits(folder: Path) -> int:

@@ -71,8 +71,8 @@ class Placement:
                 f"but not {self.device.type}; use another --device, or drop --quantize-teacher."
             )
 
-    def loaded(self, load: Callable[..., Model]) -> Model:
-        """Call `load` with the words of `from_pretrained`; what it writes anew for the disk goes with the model."""
+    def load(self, load: Callable[..., Model]) -> Model:
+        """Call `load` with the words of `from_pretrained`; what it writes for the disk goes with the model."""
         scratch = tempfile.TemporaryDirectory(prefix="qat_lora-offload-")
         model = load(**self._words(scratch.name))
         weakref.finalize(model, scratch.cleanup)
@@ -120,7 +120,7 @@ def memory_bytes(max_memory: Sequence[str]) -> dict[int | str, int]:
 
 
 @contextlib.contextmanager
-def at_hand(layer: nn.Module) -> Iterator[None]:
+def weights_present(layer: nn.Module) -> Iterator[None]:
     """The context in which a layer's weights are where it computes; what is taken from them there may be kept."""
     if not hasattr(layer, "_hf_hook"):
         yield

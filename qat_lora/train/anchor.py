@@ -7,9 +7,9 @@ import logging
 import torch
 from torch import Tensor, nn
 
+from qat_lora import models
 from qat_lora.cache import KDCacheDataset, topk_rows
 from qat_lora.config import QatRun, RecoveryRun
-from qat_lora.evaluate import hidden_and_head
 from qat_lora.kd import TargetSpec
 from qat_lora.runtime import Runtime
 from qat_lora.train.checkpoint import load_tensors
@@ -67,6 +67,6 @@ def build_anchor(
 
 def _targets(model: nn.Module, batch: Batch, top_k: int, chunk_tokens: int, runtime: Runtime) -> dict[str, Tensor]:
     ids_BT = batch["input_ids"]
-    hidden_SH, head = hidden_and_head(model, ids_BT, runtime, position_ids_BT=batch.get("position_ids"))
+    hidden_SH, head = models.hidden_and_head(model, ids_BT, runtime, position_ids_BT=batch.get("position_ids"))
     chunks = [topk_rows(head(part_CH), top_k, (1.0,)) for part_CH in hidden_SH.split(chunk_tokens)]
     return {name: torch.cat([chunk[name] for chunk in chunks]).unflatten(0, ids_BT.shape) for name in chunks[0]}

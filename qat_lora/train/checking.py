@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from qat_lora import models
 from qat_lora.config import QatRun, QuantScheme, RecoveryRun
 from qat_lora.errors import CheckpointError, ConfigError
-from qat_lora.evaluate import check_documents
 from qat_lora.files import check_writable
 from qat_lora.settings import from_json, to_json
 from qat_lora.train.checkpoint import check_identity
@@ -124,11 +122,8 @@ def the_model_is_the_caches(opening: Opening) -> None:
 
 def the_model_reads_the_caches_rows(opening: Opening) -> None:
     """Rows fit its context, its head is understood, and documents in one row are kept apart."""
-    model, manifest = opening.loaded.model, opening.cache.manifest
-    models.check_context(model, manifest.seq_len)
-    models.check_head(model)
-    if manifest.packing == "documents":
-        check_documents(model)
+    manifest = opening.cache.manifest
+    opening.loaded.check(seq_len=manifest.seq_len, documents=manifest.packing == "documents")
 
 
 def the_start_is_a_student_of_this_model(opening: Opening) -> None:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from qat_lora import models
 from qat_lora.config import KDConfig
 from qat_lora.errors import ConfigError
-from qat_lora.evaluate import hidden_and_head
 from qat_lora.kd import (
     SparseTarget,
     TargetSpec,
@@ -181,7 +181,7 @@ class KDObjective:
         picked_ids_SJ: Tensor,
     ) -> Tensor:
         positions_BT = batch.get("position_ids")
-        hidden_SH, head = hidden_and_head(model, batch["input_ids"], self.runtime, position_ids_BT=positions_BT)
+        hidden_SH, head = models.hidden_and_head(model, batch["input_ids"], self.runtime, position_ids_BT=positions_BT)
         return chunked_head_loss(
             hidden_SH,
             head,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qat_lora import adapters, models
 from qat_lora.config import QatRun, QuantScheme, RecoveryRun
-from qat_lora.evaluate import cached_kl, placed
+from qat_lora.evaluate import cached_kl
 from qat_lora.files import write_json
 from qat_lora.quant import freeze_codes
 from qat_lora.runtime import Runtime
@@ -96,7 +96,7 @@ def _fit(opening: Opening, student: Student, extra_hooks: Sequence[Hook]) -> Run
     run, runtime, output = opening.run, opening.runtime, opening.run.output
     manifest = opening.cache.manifest
     check_ranks_agree(opening, student.model)
-    placed(student.model, runtime)
+    models.place(student.model, runtime)
     tensors = student_tensors(student.model)  # before the layers are made one, under their plain names
     state = _state(opening, student)
     if opening.is_resumed:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from qat_lora import models
 from qat_lora.cache.documents import document_positions
 from qat_lora.errors import ModelError
-from qat_lora.evaluate import check_documents
 from qat_lora.models.lean import attention
 from tests.models.test_attention import FAMILIES, TINY, tiny
 from tests.tolerances import assert_close_to_largest
@@ -112,7 +111,7 @@ def test_what_stands_in_another_document_changes_no_bit(family, implementation, 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_that_keep_documents_apart_pass_the_check(family, implementation, dtype) -> None:
-    check_documents(model_of(family, implementation).to(dtype).eval())
+    models.check_documents(model_of(family, implementation).to(dtype).eval())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -127,8 +126,8 @@ def test_a_model_that_does_not_is_refused_before_anything_is_built(dtype) -> Non
         for p in opt.parameters():
             p.add_(0.3 * torch.randn_like(p))
     with pytest.raises(ModelError, match="OPTForCausalLM cannot keep documents in one row apart; .* --packing pad"):
-        check_documents(opt.to(dtype))
+        models.check_documents(opt.to(dtype))
     positionless = tiny("Llama").eval()
     positionless.model.forward = lambda input_ids, use_cache: None
     with pytest.raises(ModelError, match="LlamaForCausalLM cannot keep documents"):
-        check_documents(positionless)
+        models.check_documents(positionless)

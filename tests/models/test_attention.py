@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from qat_lora import models
 from qat_lora.errors import ModelError
-from qat_lora.models import loading
+from qat_lora.models import attention as replaced
 from qat_lora.models.lean import attention
 from qat_lora.models.lean.attention import causal_attention
 from tests.reference import attention as reference
@@ -241,8 +241,8 @@ def test_a_model_gives_the_logits_and_gradients_of_torchs_attention(family, monk
 
     expected, expected_grads = run()
     calls = []
-    plain = loading.causal_attention
-    monkeypatch.setattr(loading, "causal_attention", lambda *a, **k: calls.append(k["window"]) or plain(*a, **k))
+    plain = replaced.causal_attention
+    monkeypatch.setattr(replaced, "causal_attention", lambda *a, **k: calls.append(k["window"]) or plain(*a, **k))
     models.use_chunked_attention(model)
     logits, grads = run()
     assert calls == {"Mistral": [3, 3], "Qwen2": [None, 3]}.get(family, [None, None])
@@ -291,9 +291,9 @@ def test_a_mask_and_dropout_are_refused_rather_than_left_out() -> None:
     mask = torch.ones(1, 1, 5, 5, dtype=torch.bool)
     for wrong in ({"attention_mask": mask}, {"attention_mask": None, "dropout": 0.1}):
         with pytest.raises(ModelError, match="Linear computes attention with dropout, a mask or no causality"):
-            loading._chunked_attention(module, q, k, v, **wrong)
+            replaced._chunked_attention(module, q, k, v, **wrong)
     module.is_causal = False
     with pytest.raises(ModelError, match="no causality"):
-        loading._chunked_attention(module, q, k, v, None)
+        replaced._chunked_attention(module, q, k, v, None)
     module.is_causal = True
-    assert loading._chunked_attention(module, q, k, v, None)[0].shape == (1, 5, 2, 4)
+    assert replaced._chunked_attention(module, q, k, v, None)[0].shape == (1, 5, 2, 4)

@@ -41,8 +41,8 @@ def test_trunk_and_head_give_the_models_own_logits(family: str) -> None:
 
 def test_a_head_that_is_not_understood_is_refused(monkeypatch) -> None:
     model = tiny("Gemma2")
-    weight, bias, _ = models.head_parts(model, torch.float32)
-    monkeypatch.setattr(models.loading, "head_parts", lambda *_: (weight, bias, None))
+    head = models.head_parts(model, torch.float32)
+    monkeypatch.setattr(models.forward, "head_parts", lambda *_: head._replace(transform=None))
     with pytest.raises(ModelError, match="Gemma2ForCausalLM does something to its logits"):
         models.check_head(model)
 

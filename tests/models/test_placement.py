@@ -21,6 +21,7 @@ from qat_lora.cache import CacheManifest, load_manifest
 from qat_lora.cli import commands
 from qat_lora.config.cache import CacheRun
 from qat_lora.errors import CacheMismatch, CheckpointError, ConfigError, DeviceError, ModelError
+from qat_lora.models import loading
 from qat_lora.models.placement import Placement, memory_bytes, places_of
 from qat_lora.runtime import LocalRuntime
 from qat_lora.train.run import run_qat
@@ -96,7 +97,7 @@ def test_what_was_written_for_the_disk_goes_with_the_model(teacher_dir) -> None:
         written[0].write_text("anew")
         return torch.nn.Linear(1, 1)
 
-    model = dataclasses.replace(ON_CPU, spread=True).loaded(load)
+    model = dataclasses.replace(ON_CPU, spread=True).load(load)
     assert written[0].exists()
     del model
     assert not written[0].parent.exists()
@@ -104,7 +105,7 @@ def test_what_was_written_for_the_disk_goes_with_the_model(teacher_dir) -> None:
 
 def words_of(placement: Placement) -> dict:
     found: list[dict] = []
-    placement.loaded(lambda **words: found.append(words) or torch.nn.Linear(1, 1))
+    placement.load(lambda **words: found.append(words) or torch.nn.Linear(1, 1))
     found[0].pop("offload_folder", None)
     return found[0]
 
@@ -261,11 +262,12 @@ def test_shapes_that_bitsandbytes_has_no_product_for(tmp_path, teacher_dir, text
     def check_head(model) -> None:
         raise AssertionError("N must be divisible by block_n")
 
-    monkeypatch.setattr(models, "check_head", check_head)
+    monkeypatch.setattr(loading, "check_head", check_head)
+    loaded, run = models.load(str(teacher_dir)), cache_run(teacher_dir, text_file, tmp_path)
     with pytest.raises(AssertionError):
-        commands._check_teacher(torch.nn.Linear(1, 1), None)
-    with pytest.raises(ModelError, match="cannot run Linear in 4bit on cpu .AssertionError: N must .* another width"):
-        commands._check_teacher(torch.nn.Linear(1, 1), dataclasses.replace(ON_CPU, quantization="4bit"))
+        commands._check_teacher(loaded, run, None)
+    with pytest.raises(ModelError, match="cannot run Qwen3ForCausalLM in 4bit on cpu .AssertionError: N must .* width"):
+        commands._check_teacher(loaded, run, dataclasses.replace(ON_CPU, quantization="4bit"))
 
 
 def test_a_student_of_other_weights_than_the_quantised_teacher_is_refused(

@@ -137,11 +137,13 @@ def padded(cache: str, student: str, folder: str) -> dict:
     import torch
 
     from qat_lora import models
-    from qat_lora.evaluate import measure, placed, whole_windows
+    from qat_lora.evaluate import measure, whole_windows
 
     runtime = runtime_for(PlaceConfig(device="tpu", dtype="fp32"))
     trained = run_qat(qat_run(Path(cache), Path(folder), model=student), runtime).state
-    smaller, teacher = (placed(models.load(name).model, runtime) for name in (student, load_manifest(cache).teacher))
+    smaller, teacher = (
+        models.place(models.load(name).model, runtime) for name in (student, load_manifest(cache).teacher)
+    )
     windows = whole_windows(torch.arange(96).reshape(4, 24), torch.full((4,), 24))
     scores = measure(smaller, teacher, windows, batch_size=2, runtime=runtime)
     return {"kl": [trained.first_kl, trained.last_kl], "scores": [scores.kl, scores.top1, scores.perplexity]}
@@ -159,7 +161,6 @@ def training_hlo(folder: str) -> dict:
     from qat_lora import adapters, models
     from qat_lora.config import AdapterConfig
     from qat_lora.config.presets import scheme
-    from qat_lora.evaluate import placed
     from qat_lora.kd import TargetSpec
     from qat_lora.quant import freeze_codes, quantize_model
     from qat_lora.train.objective import KDObjective
@@ -177,7 +178,7 @@ def training_hlo(folder: str) -> dict:
     targets = models.target_linears(model)
     quantize_model(model, scheme("q4_g32"), targets)
     freeze_codes(model)
-    model = placed(adapters.attach(model, targets, AdapterConfig(), base_name="blank"), runtime)
+    model = models.place(adapters.attach(model, targets, AdapterConfig(), base_name="blank"), runtime)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     state = TrainState(model, trained, build_optimizer(trained.values(), [], OPTIM))
     spec = TargetSpec("topk", vocab, top_k=top_k)

@@ -26,7 +26,6 @@ from qat_lora.cache import KDCacheDataset
 from qat_lora.cli import commands
 from qat_lora.config import AdapterConfig, ExecutionConfig, KDConfig, OptimConfig, PlaceConfig
 from qat_lora.config.presets import scheme
-from qat_lora.evaluate import placed
 from qat_lora.models.lean.mlps import use_lean_mlps
 from qat_lora.models.lean.norms import use_lean_norms
 from qat_lora.quant import freeze_codes, quantize_model
@@ -294,7 +293,7 @@ def scanned_steps(cache: str) -> dict[str, Any]:
             trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
             for p in trained.values():
                 p.data.add_(0.05 * torch.randn_like(p))  # B starts at zero, which would hide A's gradient
-        placed(model, runtime)
+        models.place(model, runtime)
         lower_layers(model, execution, runtime, tokens=64)
         optimizer = build_optimizer(trained.values(), [], OptimConfig())
         objective = KDObjective(KDConfig(temperature=2.0), dataset.manifest.target_spec, runtime, total_steps=4)

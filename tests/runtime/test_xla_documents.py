@@ -21,7 +21,6 @@ from qat_lora import models
 from qat_lora.cache import KDCacheDataset
 from qat_lora.cli import commands
 from qat_lora.config import ExecutionConfig, KDConfig, PlaceConfig, RecoveryRun
-from qat_lora.evaluate import hidden_and_head, placed
 from qat_lora.runtime import LocalRuntime, runtime_for
 from qat_lora.train.run import run_qat, run_recovery
 from tests.conftest import SEQ_LEN, cache_run, qat_run, recovery_run
@@ -82,7 +81,7 @@ def build(teacher: str, text: str, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"graphs": runtime.compiled()}
     import torch_xla.debug.metrics as metrics
 
-    model = placed(models.load(teacher).model, runtime)
+    model = models.place(models.load(teacher).model, runtime)
     ids_BT = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN) + 3
     one, many = torch.arange(SEQ_LEN), torch.zeros(SEQ_LEN, dtype=torch.int64)
     halves = one % (SEQ_LEN // 2)
@@ -92,11 +91,11 @@ def build(teacher: str, text: str, folder: str) -> dict[str, Any]:
         runtime.mark_step("set-up")
         before = [metrics.counter_value(name) or 0 for name in ("UncachedCompile", "aten::_local_scalar_dense")]
         with torch.no_grad():
-            hidden = hidden_and_head(model, batch["ids"], runtime, position_ids_BT=batch["positions"])[0]
+            hidden = models.hidden_and_head(model, batch["ids"], runtime, position_ids_BT=batch["positions"])[0]
         runtime.mark_step("evaluation")
         after = [metrics.counter_value(name) or 0 for name in ("UncachedCompile", "aten::_local_scalar_dense")]
         counts.append([new - old for new, old in zip(after, before, strict=True)])
-        cpu = hidden_and_head(
+        cpu = models.hidden_and_head(
             models.load(teacher).model, ids_BT, LocalRuntime("cpu"), position_ids_BT=torch.stack(rows)
         )[0]
         found.setdefault("off by", []).append((hidden.cpu() - cpu).abs().max().item() / cpu.abs().max().item())

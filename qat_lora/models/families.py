@@ -1,0 +1,167 @@
+"""What differs between families of models: where the decoder is, what its head does, which of its matrices are which.
+
+A family that is not understood is refused here, by name, before anything is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qat_lora.errors import ModelError
+from qat_lora.models.placement import weights_present
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Parts of the names of modules, by which a Linear inside them has its role. A short convolution mixes positions.
+_ATTENTION_WORDS = ("attn", "attention", "conv")
+_MLP_WORDS = ("mlp", "feed_forward", "ffn", "experts", "block_sparse_moe")
+_MLP_LINEARS = ("fc1", "fc2")  # some families have these directly in the layer
+# A mixture's choice of experts is small and must stay exact.
+_ROUTERS = ("gate", "router", "shared_expert_gate")
+
+
+class Head(NamedTuple):
+    """The last layer of a causal language model: logits = transform(hidden @ weight^T + bias).
+
+    Attributes:
+        weight_VH: ``[V, H]``.
+        bias_V: ``[V]`` or None.
+        transform: what the model does to its logits afterwards (a soft cap, a scale), or None.
+    """
+
+    weight_VH: Tensor
+    bias_V: Tensor | None = None
+    transform: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the logits ``[..., V]`` of hidden states ``[..., H]``."""
+        return self.transformed(F.linear(hidden, self.weight_VH, self.bias_V))
+
+    def transformed(self, raw: Tensor) -> Tensor:
+        """Return the logits after `transform`."""
+        return raw if self.transform is None else self.transform(raw)
+
+
+def causal_lm(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers causal LM inside a model that peft may have wrapped."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def decoder(model: nn.Module) -> PreTrainedModel:
+    """Return the text decoder: what maps ids to the last hidden state, without head and without towers for images."""
+    lm = causal_lm(model)
+    for found in (lm.get_decoder(), lm.base_model):
+        if found is not None and found is not lm:
+            return found
+    raise ModelError(
+        f"{type(lm).__name__} does not say which part of it is the decoder and which the head; use a model of another "
+        "family, such as Llama or Qwen3."
+    )
+
+
+def head_parts(model: nn.Module, dtype: torch.dtype) -> Head:
+    """Return the model's head, its tensors in `dtype`.
+
+    What follows on the logits is the scale of Cohere and Granite and the soft cap of Gemma, as the config names them.
+    """
+    lm = causal_lm(model)
+    layer, config = lm.get_output_embeddings(), lm.config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
+
+    def transform(logits: Tensor) -> Tensor:
+        scaled = logits * scale
+        return softcap * torch.tanh(scaled / softcap) if softcap else scaled
+
+    plain = scale == 1.0 and not softcap
+    with weights_present(layer):
+        bias = getattr(layer, "bias", None)
+        return Head(layer.weight.to(dtype), None if bias is None else bias.to(dtype), None if plain else transform)
+
+
+def target_linears(model: nn.Module) -> dict[str, str]:
+    """Return the Linears of the decoder's layers by name, with their role, ``attention`` or ``mlp``, in model order.
+
+    Embeddings, the head and anything outside the decoder's layers, such as a vision tower, are no targets. Raises
+    ModelError where a layer holds a matrix that is neither a target nor known to stay as it is: a router, a norm, an
+    embedding, the kernel of a convolution.
+    """
+    prefix, layers = _decoder_layers(model)
+    targets: dict[str, str] = {}
+    known: list[str] = []
+    for name, module in layers.named_modules():
+        parts = name.split(".")
+        role = role_of(parts)
+        is_adapter = any(part.startswith("lora_") for part in parts)  # peft's, and no part of the model
+        if is_adapter or _stays_exact(parts[-1], module):
+            known.append(f"{name}.")
+        elif isinstance(module, nn.Linear) and role:
+            targets[name] = role
+            known.append(f"{name}.")
+    unknown = {n: p for n, p in layers.named_parameters() if p.dim() > 1 and not n.startswith(tuple(known))}
+    if fused := [name for name, p in unknown.items() if p.dim() > 2 and role_of(name.split(".")) == "mlp"]:
+        raise ModelError(
+            f"{prefix}{fused[0]} holds the experts of a mixture in one tensor, which cannot be quantised; use a dense "
+            "model."
+        )
+    if unknown:
+        name = next(iter(unknown))
+        kind = type(layers.get_submodule(name.rpartition(".")[0])).__name__
+        raise ModelError(
+            f"{prefix}{name} (of a {kind}) and {len(unknown) - 1} other matrices of {type(causal_lm(model)).__name__} "
+            "are no nn.Linear of an attention or MLP block that qat_lora knows, so they would stay unquantised; use a "
+            "model whose layers are made of these, such as Llama or Qwen3."
+        )
+    return {f"{prefix}{name}": role for name, role in targets.items()}
+
+
+def role_of(parts: Sequence[str]) -> str | None:
+    """``attention`` or ``mlp`` by the parts of a module's name, its own the last; None where they say neither."""
+    *around, own = parts
+    if any(word in part for part in around for word in _ATTENTION_WORDS):
+        return "attention"
+    is_mlp = own in _MLP_LINEARS or any(word in part for part in around for word in _MLP_WORDS)
+    return "mlp" if is_mlp else None
+
+
+def activation_bytes(model: nn.Module, tokens: int, compute: torch.dtype, *, lean: bool) -> int:
+    """About what backward keeps of `tokens` tokens without checkpointing, in bytes.
+
+    Per layer and token, in the compute dtype: residuals, norms and their inputs (8 H), queries, keys, values and
+    attention's output twice (4 heads * D), the MLP's products (5 I); and float32 copies for the norms and adapters
+    (half as much again). With lean norms and MLPs: the residuals (2 H), queries and keys before and after their turn,
+    values, attention's output as it is and as the next product reads it, and the MLP's two factors.
+    """
+    config = causal_lm(model).config.get_text_config()
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    widths = (getattr(config, name, None) for name in ("intermediate_size", "ffn_dim", "ffn_hidden_size"))
+    inner = next((width for width in widths if width), 4 * hidden)
+    head_width = getattr(config, "head_dim", None) or hidden // heads
+    queries, keys = head_width * heads, head_width * (getattr(config, "num_key_value_heads", None) or heads)
+    values = 2.0 * hidden + 4 * queries + 3 * keys + 2 * inner if lean else 1.5 * (8 * hidden + 4 * queries + 5 * inner)
+    return int(config.num_hidden_layers * tokens * values * compute.itemsize)
+
+
+def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The decoder's list of layers, its largest, and the prefix of their names in `model`."""
+    lists = [m for m in decoder(model).modules() if isinstance(m, nn.ModuleList)]
+    if not lists:
+        raise ModelError(
+            f"{type(causal_lm(model)).__name__} has no list of layers; use a model such as Llama or Qwen3."
+        )
+    layers = max(lists, key=lambda m: sum(1 for _ in m.modules()))
+    return next(f"{name}." for name, m in model.named_modules() if m is layers), layers
+
+
+def _stays_exact(name: str, module: nn.Module) -> bool:
+    """Whether the weight of a module is small and not to be quantised: routers, norms, embeddings, kernels."""
+    if isinstance(module, nn.Embedding | nn.Conv1d) or "norm" in type(module).__name__.lower():
+        return True
+    weight = getattr(module, "weight", None)  # a dense MLP may call its gate projection "gate"
+    return name in _ROUTERS and isinstance(weight, Tensor) and weight.shape[0] < weight.shape[1]
