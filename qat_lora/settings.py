@@ -17,9 +17,11 @@ from qat_lora.errors import ConfigError, did_you_mean
 from qat_lora.remote import Location, RemotePath, is_remote, location
 
 T = TypeVar("T")
+# What others call a value, where spelling alone would lead to another one.
+_SYNONYMS = {"gpu": "cuda", "xla": "tpu", "metal": "mps", "float32": "fp32", "bfloat16": "bf16", "half": "bf16"}
 
 
-def setting(default: Any = dataclasses.MISSING, help: str = "", *flags: str) -> Any:
+def setting(default: Any, help: str, *flags: str) -> Any:
     """A dataclass field with its help text and any further spellings of its command-line flag."""
     return dataclasses.field(default=default, metadata={"help": help, "flags": flags})
 
@@ -29,8 +31,10 @@ def check_choices(config: Any) -> None:
     hints = get_type_hints(type(config))
     for f in dataclasses.fields(config):
         if get_origin(hints[f.name]) is Literal and getattr(config, f.name) not in get_args(hints[f.name]):
-            value = getattr(config, f.name)
-            raise ConfigError(f"{f.name}={value!r} is unknown.{did_you_mean(str(value), get_args(hints[f.name]))}")
+            value, known = str(getattr(config, f.name)), get_args(hints[f.name])
+            meant = _SYNONYMS.get(value.lower())
+            hint = f" Did you mean {meant!r}?" if meant in known else did_you_mean(value, known)
+            raise ConfigError(f"{f.name}={value!r} is unknown.{hint}")
 
 
 def check_range(
@@ -143,7 +147,7 @@ def from_json(config_class: type[T], tree: dict[str, Any]) -> T:
 def load_settings(config: T, path: Path) -> T:
     """Lay a JSON or YAML file of (part of) a run's settings over a config."""
     if not path.is_file():
-        raise ConfigError(f"settings file {path} does not exist; give --settings an existing .json or .yaml file.")
+        raise ConfigError(f"settings file {path} does not exist; give --config an existing .yaml or .json file.")
     try:
         tree = _read_yaml(path) if path.suffix in (".yaml", ".yml") else json.loads(path.read_text())
     except ValueError as error:

@@ -1,15 +1,16 @@
 """Command-line flags, made from the config dataclasses, so that no script can disagree with another.
 
 Every leaf field of a run becomes ``--its-name``, with the spellings in its metadata beside it; a quantisation scheme
-is reached by ``--preset`` and ``--set scheme.mlp.bits=3``. Precedence, weakest first: preset, ``--settings FILE``,
+is reached by ``--preset`` and ``--set scheme.mlp.bits=3``. Precedence, weakest first: preset, ``--config FILE``,
 flags, ``--set``.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from qat_lora.config import AnyRun, QatRun, presets
 from qat_lora.config.cache import AnyCacheRun
@@ -22,13 +23,49 @@ COMMANDS_OF_RANKS = ("cache", "qat", "recover")
 
 # Flags of one launch, not of the run: they are no part of its config.
 _LAUNCH_FLAGS = {
-    "resume": "go on from last.pt in --output; starts at the beginning where there is none",
+    "resume": "continue from last.pt in --output; starts at the beginning where there is none",
     "from_scratch": "start anew, even where --output holds a run",
+}
+
+# The settings that --help shows, whichever command has them; --help-all shows the others too.
+_COMMON = {
+    *("preset", "model", "teacher", "checkpoint", "adapter_dir", "cache_dir", "data", "chat_template", "output"),
+    *("seq_len", "packing", "store", "top_k", "max_rows", "max_steps", "batch_size", "accumulation_steps", "lr"),
+    *("eval_every", "recovery_r", "build_batch_size", "eval_batch_size", "stride", "stage", "format", "device"),
+    *("parts", "rows", "tail"),
+}
+_WITHOUT = {"recover": {"scale_lr_ratio"}}  # what would have no effect there
+
+# What other tools call it, where spelling alone would lead to another flag.
+_SYNONYMS = {
+    **dict.fromkeys(("--steps", "--epochs", "--num-epochs", "--num-train-epochs", "--iters"), "--max-steps"),
+    **dict.fromkeys(("--lora-r", "--lora-rank", "--r"), "--recovery-r"),
+    **dict.fromkeys(("--gradient-accumulation-steps", "--grad-accum", "--grad-accumulation"), "--accumulation-steps"),
+    **dict.fromkeys(("--dataset", "--text", "--corpus"), "--data"),
+    **dict.fromkeys(("--bits", "--scheme", "--quant"), "--preset"),
+    **dict.fromkeys(("--max-length", "--max-seq-len", "--context", "--block-size"), "--seq-len"),
+    **dict.fromkeys(("--gpu", "--cuda"), "--device"),
+    **dict.fromkeys(("--out", "--out-dir", "--output-dir", "-o"), "--output"),
+    **{"--lora-alpha": "--recovery-alpha", "--lora-dropout": "--recovery-dropout", "--dtype-compute": "--dtype"},
+    **{"--cache": "--cache-dir", "--base-model": "--model", "--student": "--checkpoint", "--temp": "--temperature"},
 }
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one sentence with the nearest known flag."""
+    """An ArgumentParser whose errors are one sentence, and whose help is short and shows the values that hold."""
+
+    def __init__(self, **settings: Any) -> None:
+        """No help of argparse's own: `--help` shows the flags that most runs need, `--help-all` every one."""
+        super().__init__(**settings, add_help=False, formatter_class=_Formatter)
+        self.run_class: type | None = None
+        self.rare: list[argparse.Action] = []
+        self._given: list[str] = []
+        self.add_argument("-h", "--help", action=_Help, help="show this")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and remember what for the help."""
+        self._given = [] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError instead of printing the usage and exiting."""
@@ -36,68 +73,111 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments:"):
             known = [s for action in self._actions for s in action.option_strings]
             flag = words[2].split("=")[0]
-            raise ConfigError(f"flag {flag!r} is unknown to `{self.prog}`.{did_you_mean(flag, known)}")
+            meant = _SYNONYMS.get(flag)
+            hint = f" Did you mean {meant!r}?" if meant in known else did_you_mean(flag, known)
+            raise ConfigError(f"flag {flag!r} is unknown to `{self.prog}`.{hint}")
         raise ConfigError(f"{message}; see `{self.prog} --help`.")
 
+    def show_help(self, *, every_flag: bool) -> None:
+        """Print the help with the values that a run with the other arguments would have."""
+        held = self._held()
+        texts = {action: action.help for action in self._actions}
+        for action, text in texts.items():
+            if action in self.rare and not every_flag:
+                action.help = argparse.SUPPRESS
+            elif "." in action.dest or action.dest in vars(held or object):
+                value = _shown(held, action.dest) if held is not None and isinstance(action.const, type(None)) else ""
+                action.help = f"{text} [{value}]".replace("%", "%%") if value else text
+        if self.rare and not every_flag:
+            self.epilog = f"{len(self.rare)} more flags: --help-all"
+        self.print_help()
+        for action, text in texts.items():
+            action.help = text
 
-def add_flags(parser: argparse.ArgumentParser, run_class: type[AnyRun | AnyCacheRun]) -> None:
-    """Add a flag for every leaf of the run, and those of the launch where it trains."""
-    found, defaults = leaves(run_class), run_class()
+    def _held(self) -> Any:
+        if self.run_class is None:
+            return None
+        others = [word for word in self._given if word not in ("-h", "--help", "--help-all")]
+        try:
+            args, _ = super().parse_known_args(others)
+        except ConfigError:  # half a command line
+            return self.run_class()
+        return run_from(args, self.run_class)
+
+
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32)
+
+
+class _Help(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        parser.show_help(every_flag=option_string == "--help-all")
+        parser.exit()
+
+
+def add_flags(parser: Parser, run_class: type[AnyRun | AnyCacheRun]) -> None:
+    """Add a flag for every leaf of the run, grouped as its dataclasses are, and those of the launch where it trains."""
+    parser.run_class = run_class
+    parser.usage = "%(prog)s [FLAGS]" if run_class.command.count(" ") == 0 else None
+    parser.add_argument("--help-all", action=_Help, help="show every flag")
+    groups: dict[str, Any] = {}
+
+    def add(group: str, *names: str, common: bool = False, **options: Any) -> None:
+        if group not in groups:
+            owner = get_type_hints(run_class).get(group)
+            about = f": {owner.__doc__.splitlines()[0].rstrip('.')}" if owner else ""
+            groups[group] = parser.add_argument_group(group + about)
+        action = groups[group].add_argument(*dict.fromkeys(names), **options)
+        if not common:
+            parser.rare.append(action)
+
+    found = leaves(run_class)
+    add("run", "--config", "--settings", dest="config", metavar="FILE|PRESET", action="append", default=[], common=True,
+        help="YAML or JSON file of settings, under the flags; a preset's name too")  # fmt: skip
     for path, (field, hint) in found.items():
-        if path.startswith("scheme."):
+        given = field.metadata
+        if path.startswith("scheme.") or field.name in _WITHOUT.get(run_class.command, ()):
             continue
-        names = [f"--{field.name.replace('_', '-')}", *field.metadata.get("flags", ())]
-        options: dict[str, Any] = {
-            "dest": path,
-            "default": None,
-            "help": f"{field.metadata.get('help', '')} [{_shown(defaults, path)}]".replace("%", "%%"),
-        }
+        text = given.get("help", "") + (": " + ", ".join(presets.SCHEMES) if path == "preset" else "")
+        kind: dict[str, Any] = {"metavar": _metavar(hint, field.name)}
         if hint is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options["metavar"] = _metavar(hint, field.name)
-        parser.add_argument(*dict.fromkeys(names), **options)
-    if "place.device" in found:
-        text = "short for --device tpu"
-        parser.add_argument("--tpu", dest="place.device", action="store_const", const="tpu", help=text)
-    if "execution.gradient_checkpointing" in found:
+            kind = {"action": argparse.BooleanOptionalAction}
+        names = [f"--{field.name.replace('_', '-')}", *given.get("flags", ())]
+        group = path.split(".")[0] if "." in path else "run"
+        add(group, *names, common=field.name in _COMMON and group != "kd", dest=path, default=None, help=text, **kind)
+    if (name := "place.device") in found:
+        add("place", "--tpu", dest=name, action="store_const", const="tpu", help="short for --device tpu")
+    if (name := "execution.gradient_checkpointing") in found:
         text = "short for --gradient-checkpointing off"
-        name = "execution.gradient_checkpointing"
-        parser.add_argument("--no-gradient-checkpointing", dest=name, action="store_const", const="off", help=text)
+        add("execution", "--no-gradient-checkpointing", dest=name, action="store_const", const="off", help=text)
     if run_class.command in COMMANDS_OF_RANKS:
         text = "TPU chips to use, a process for each; 0: as many as TPU_NUM_DEVICES says, or all of the host"
-        parser.add_argument("--num-chips", metavar="N", type=int, default=None, help=f"{text} [one, in this process]")
+        add("place", "--num-chips", metavar="N", type=int, default=None, help=f"{text} [one, in this process]")
     if "loop.max_steps" in found:
         for name, text in _LAUNCH_FLAGS.items():
-            parser.add_argument(f"--{name.replace('_', '-')}", dest=name, action="store_true", help=text)
-    parser.add_argument(
-        "--settings", metavar="FILE", type=Path, help=".json or .yaml file of settings, under the flags"
-    )
-    parser.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="any setting by its dotted path; may be repeated",
-    )
+            add("run", f"--{name.replace('_', '-')}", dest=name, action="store_true", help=text, common=True)
+    add("run", "--set", metavar="KEY=VALUE", action="append", default=[], common=True,
+        help="any setting by its dotted path; may be repeated")  # fmt: skip
 
 
 def run_from(args: argparse.Namespace, run_class: type) -> AnyRun | AnyCacheRun:
     """Build the run that the flags describe; raises ConfigError at a value out of range or an unknown key."""
-    given = vars(args)
-    run: Any = run_class()
+    given, run, chosen = vars(args), run_class(), ""
+    files = [Path(name) for name in args.config if run_class is not QatRun or not _is_preset(name)]
     if run_class is QatRun:
-        run = presets.qat_run(_preset_name(given, run))
-    if args.settings is not None:
-        chosen = run.preset if run_class is QatRun and _preset_given(given) else None
-        run = load_settings(run, args.settings)
-        if chosen not in (None, getattr(run, "preset", None)):
-            raise ConfigError(
-                f"preset {chosen!r} contradicts preset {run.preset!r} in {args.settings}; drop one of them."
-            )
-    for path in leaves(run_class):
-        if given.get(path) is not None:
-            run = override(run, path, given[path])
+        chosen = _preset_given(given)
+        run = presets.qat_run(chosen or _preset_of(files, run))
+    for path in files:
+        run = load_settings(run, path)
+        if chosen and run.preset != chosen:
+            raise ConfigError(f"preset {chosen!r} contradicts preset {run.preset!r} in {path}; drop one of them.")
+    for name in leaves(run_class):
+        if given.get(name) is not None:
+            run = override(run, name, given[name])
     for assignment in args.set:
         run = override_text(run, assignment)
     return run
@@ -106,24 +186,28 @@ def run_from(args: argparse.Namespace, run_class: type) -> AnyRun | AnyCacheRun:
 def launch_of(args: argparse.Namespace) -> Any:
     """Return how a training command is launched: ``new``, ``resume`` or ``from_scratch``."""
     if args.resume and args.from_scratch:
-        raise ConfigError("--resume goes on with a run and --from-scratch starts anew; give one of them.")
+        raise ConfigError("--resume continues a run and --from-scratch starts anew; give one of them.")
     return "resume" if args.resume else "from_scratch" if args.from_scratch else "new"
 
 
-def _preset_name(given: dict[str, Any], run: QatRun) -> str:
-    """The preset must be known before anything else is laid over it, wherever it was written."""
-    if named := _preset_given(given):
-        return named
-    if given["settings"] is not None:
-        return load_settings(run, given["settings"]).preset
+def _is_preset(name: str) -> bool:
+    """Whether a value of --config is a preset's name, well written or not, and no file."""
+    return name in presets.SCHEMES or (Path(name).suffix == "" and "/" not in name and not Path(name).exists())
+
+
+def _preset_of(files: Sequence[Path], run: QatRun) -> str:
+    """The preset that a file names: it must be known before anything else is laid over it."""
+    for path in files:
+        run = load_settings(run, path)
     return run.preset
 
 
 def _preset_given(given: dict[str, Any]) -> str:
-    """The preset named by --set or by its flag; empty where neither does."""
+    """The preset named by --set, by its flag or by --config; empty where none does."""
     pairs = [[part.strip() for part in assignment.split("=", 1)] for assignment in given["set"]]
     by_set = [pair[1] for pair in pairs if pair[0] == "preset" and len(pair) > 1]
-    return by_set[-1] if by_set else str(given.get("preset") or "")
+    named = [*filter(_is_preset, given["config"]), *([given["preset"]] if given["preset"] else []), *by_set]
+    return str(named[-1]) if named else ""
 
 
 def _shown(config: Any, path: str) -> str:

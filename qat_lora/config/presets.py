@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from qat_lora.config import LinearQuant, OptimConfig, QatRun, QuantScheme
-from qat_lora.errors import ConfigError, did_you_mean
+from qat_lora.errors import ConfigError
 
 
 def _group(bits: int, levels: str, group_size: int) -> QuantScheme:
@@ -46,7 +46,7 @@ _LR_BY_BITS = {2: 1e-3, 3: 5e-4, 4: 1e-4, 8: 5e-5}
 def scheme(name: str) -> QuantScheme:
     """Return the named scheme; raises ConfigError for an unknown name."""
     if name not in SCHEMES:
-        raise ConfigError(f"preset {name!r} is unknown.{did_you_mean(name, SCHEMES)}")
+        raise ConfigError(f"preset {name!r} is unknown; choose one of {', '.join(SCHEMES)}.")
     return SCHEMES[name]
 
 

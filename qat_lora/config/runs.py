@@ -26,7 +26,7 @@ class QatRun:
 
     command: ClassVar[str] = "qat"
 
-    preset: str = setting("q2_g32", "named scheme and settings, see qat_lora.config.presets", "--config")
+    preset: str = setting("q2_g32", "named scheme and settings")
     model: str = setting("", "directory or hub id of the model to quantise; default: the cache's teacher")
     cache_dir: Location = setting(Path("caches/embedded"), "folder or URL of the KD cache", "--kd-cache-dir")
     output: Path = setting(Path("runs/qat"), "folder of the run")
