@@ -41,7 +41,7 @@ from qat_lora.cache import (
 )
 from qat_lora.cli import commands
 from qat_lora.config.cache import CacheRun
-from qat_lora.data import read_texts, tokenize_blocks
+from qat_lora.data import pack, read_texts
 from qat_lora.runtime import LocalRuntime
 
 SEQ_LEN, TOP_K, BATCH, CHUNK_TOKENS = 128, 64, 8, 256
@@ -66,7 +66,7 @@ def measure_build(args: argparse.Namespace) -> list[Row]:
     """Tokens per second of a build and of the bare forward pass, over the same rows."""
     runtime, loaded = LocalRuntime("cpu"), models.load(models.EMBEDDED)
     texts = read_texts("embedded:train")
-    blocks = tokenize_blocks(texts, loaded.tokenizer, SEQ_LEN, max_rows=args.build_rows)
+    blocks = pack(texts, loaded.tokenizer, SEQ_LEN, max_rows=args.build_rows)
     head = models.head_parts(loaded.model, runtime.precision.compute)
 
     def hidden_states(ids_BT: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def measure_build(args: argparse.Namespace) -> list[Row]:
 
     @torch.no_grad()
     def bare() -> None:
-        for ids_BT in blocks.input_ids_RT.long().split(BATCH):
+        for ids_BT in torch.from_numpy(blocks.input_ids_RT).long().split(BATCH):
             for hidden_cH in hidden_states(ids_BT).flatten(0, 1).split(CHUNK_TOKENS):
                 head(hidden_cH)
 

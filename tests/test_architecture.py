@@ -31,7 +31,7 @@ ARROWS = {
     "kd": {"models"},
     "adapters": {"models"},
     "runtime": {"models"},
-    "cache": {"kd", "models"},
+    "cache": {"kd", "models", "data"},
 }
 # Third-party packages with one door.
 ONLY_IN = {

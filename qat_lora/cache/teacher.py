@@ -10,7 +10,7 @@ token rows (B*T), R rows of a shard, n temperatures.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from qat_lora.cache.documents import document_positions
 from qat_lora.cache.format import CacheManifest
 from qat_lora.cache.largest import largest
 from qat_lora.cache.writer import CacheWriter
+from qat_lora.data.rows import TokenRows
 from qat_lora.errors import ModelError
 from qat_lora.kd.draws import drawn_rows, uniforms
 
@@ -27,22 +28,6 @@ from qat_lora.kd.draws import drawn_rows, uniforms
 LEAST_LOGPROB = -1.0e4
 
 Progress = Callable[[int, int], None]
-
-
-class TokenRows(Protocol):
-    """Token rows of one length, right-padded (`qat_lora.data.Blocks` is one)."""
-
-    @property
-    def input_ids_RT(self) -> Tensor:
-        """``[R, T]`` token ids."""
-
-    @property
-    def lengths_R(self) -> Tensor:
-        """``[R]`` valid tokens per row."""
-
-    @property
-    def starts_RT(self) -> Tensor | None:
-        """``[R, T]`` bool, where positions and attention begin anew; None where they do so with the row alone."""
 
 
 def topk_rows(logits_SV: Tensor, k: int, temperatures: Sequence[float]) -> dict[str, Tensor]:
@@ -110,11 +95,11 @@ def build_cache(
     for index in own:
         rows = manifest.shard_rows(index)
         arrays = {name: np.empty(shape, dtype) for name, (shape, dtype) in manifest.fields(len(rows)).items()}
-        arrays["input_ids"][:] = blocks.input_ids_RT[rows.start : rows.stop].numpy()
-        arrays["lengths"][:] = blocks.lengths_R[rows.start : rows.stop].numpy()
+        arrays["input_ids"][:] = blocks.input_ids_RT[rows.start : rows.stop]
+        arrays["lengths"][:] = blocks.length_R[rows.start : rows.stop]
         inputs = [arrays["input_ids"]]
         if blocks.starts_RT is not None:
-            arrays["starts"][:] = blocks.starts_RT[rows.start : rows.stop].numpy()
+            arrays["starts"][:] = blocks.starts_RT[rows.start : rows.stop]
             inputs.append(document_positions(arrays["starts"]))
         for first in range(0, len(rows), batch_size):
             batch = slice(first, min(first + batch_size, len(rows)))

@@ -14,17 +14,9 @@ from torch import Tensor
 from qat_lora import models
 from qat_lora.cache import CacheManifest, CacheWriter, Part, build_cache
 from qat_lora.cli.progress import BarHook, bar
-from qat_lora.config import EvalRun, QatRun, RecoveryRun
+from qat_lora.config import QatRun, RecoveryRun
 from qat_lora.config.cache import CacheRun
-from qat_lora.data import (
-    Blocks,
-    check_source,
-    fetch_source,
-    read_documents,
-    source_words,
-    token_blocks,
-    tokenize_blocks,
-)
+from qat_lora.data import TokenRows, check_source, fetch_source, read_rows, source_words
 from qat_lora.errors import CacheMismatch, ConfigError, ModelError
 from qat_lora.files import check_writable
 from qat_lora.models.placement import Placement, memory_bytes, places_of
@@ -51,8 +43,8 @@ def cache(run: CacheRun) -> CacheManifest:
     _check_teacher(loaded, run, placement)
     with runtime.first("data_download"):
         fetch_source(run.data, run.source)
-    blocks = blocks_of(run, loaded, run.max_rows or None)
-    manifest = _manifest(run, loaded.identity, blocks, runtime.precision.compute)
+    rows = _rows(run, loaded)
+    manifest = _manifest(run, loaded.identity, rows, runtime.precision.compute)
     if not runtime.agree(lambda: _build_digest(run, manifest, runtime)):
         raise CacheMismatch(
             f"the ranks would not build the same cache in {run.output}: their settings, texts or teachers differ; give "
@@ -76,7 +68,7 @@ def cache(run: CacheRun) -> CacheManifest:
         build_cache(
             hidden_fn,
             lambda hidden_SH: head(hidden_SH),
-            blocks,
+            rows,
             writer,
             batch_size=run.build_batch_size,
             device=runtime.device,
@@ -95,22 +87,17 @@ def text_for(model: str, given: str, own: str) -> str:
     return given or own
 
 
-def blocks_of(run: CacheRun | EvalRun, loaded: models.Loaded, max_rows: int | None) -> Blocks:
-    """The rows of a run's source: packed, or as they are where they are rows of this length already."""
-    tokenizer, vocab_size = loaded.tokenizer, loaded.identity.vocab_size
-    rows = token_blocks(
+def _rows(run: CacheRun, loaded: models.Loaded) -> TokenRows:
+    return read_rows(
         run.data,
         run.source,
+        loaded.tokenizer,
         run.seq_len,
-        fill_id=tokenizer.eos_token_id or 0,
-        vocab_size=vocab_size,
-        max_rows=max_rows,
+        packing=run.packing,
+        eval_fraction=run.eval_fraction,
+        max_rows=run.max_rows or None,
+        vocab_size=loaded.identity.vocab_size,
     )
-    packing = run.packing if isinstance(run, CacheRun) else "stream"
-    if rows is not None:
-        return rows.one_document_each() if packing == "documents" else rows
-    documents = read_documents(run.data, run.source, tokenizer, vocab_size=vocab_size)
-    return tokenize_blocks(documents, tokenizer, run.seq_len, packing=packing, max_rows=max_rows, vocab_size=vocab_size)
 
 
 def _placement(run: CacheRun, runtime: Runtime) -> Placement | None:
@@ -145,7 +132,7 @@ def _check_teacher(loaded: models.Loaded, run: CacheRun, placement: Placement | 
         ) from error
 
 
-def _manifest(run: CacheRun, identity: models.Identity, blocks: Blocks, compute: torch.dtype) -> CacheManifest:
+def _manifest(run: CacheRun, identity: models.Identity, rows: TokenRows, compute: torch.dtype) -> CacheManifest:
     return CacheManifest(
         teacher=identity.name,
         teacher_digest=identity.weights,
@@ -154,9 +141,9 @@ def _manifest(run: CacheRun, identity: models.Identity, blocks: Blocks, compute:
         tokenizer_size=identity.tokenizer_size,
         teacher_dtype=str(compute).removeprefix("torch."),
         seq_len=run.seq_len,
-        rows=len(blocks.input_ids_RT),
+        rows=len(rows.input_ids_RT),
         source=source_words(run.data, run.source),
-        source_digest=blocks.digest(),
+        source_digest=rows.digest(),
         store=run.store,
         temperatures=run.temperatures,
         top_k=run.top_k,

@@ -8,15 +8,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from qat_lora import adapters, models
 from qat_lora.cache import differ_in_padding
-from qat_lora.cli.commands import blocks_of, text_for
+from qat_lora.cli.commands import text_for
 from qat_lora.cli.progress import bar
 from qat_lora.config import EvalRun, QuantScheme
-from qat_lora.data import check_source, rows_stay, source_words
+from qat_lora.data import check_source, source_words
 from qat_lora.errors import ConfigError, ModelError, OutputError
 from qat_lora.evaluate import (
     Fidelity,
@@ -24,8 +23,7 @@ from qat_lora.evaluate import (
     measure,
     read_fidelity,
     size_of,
-    strided_windows,
-    whole_windows,
+    text_windows,
 )
 from qat_lora.export import ADAPTER_FOLDER, BASE_FOLDER
 from qat_lora.files import check_writable
@@ -148,17 +146,15 @@ def _row(run: EvalRun, teacher: models.Loaded | None) -> Fidelity:
 def eval_windows(run: EvalRun, loaded: models.Loaded) -> Windows:
     """The run's text as windows of its length and stride, in the model's tokens."""
     loaded.check(seq_len=run.seq_len)
-    # with a stride, W windows read this many rows of tokens
-    rows = -(-((run.max_rows - 1) * run.stride) // run.seq_len) + 1 if run.stride else run.max_rows
-    is_bounded = run.max_rows and not (run.stride and rows_stay(run.data, run.seq_len))  # which may be short ones
-    blocks = blocks_of(run, loaded, rows if is_bounded else None)
-    if not run.stride:
-        return whole_windows(blocks.input_ids_RT, blocks.lengths_R)
-    is_valid_RT = torch.arange(run.seq_len) < blocks.lengths_R[:, None]
-    stream = blocks.input_ids_RT[is_valid_RT]
-    windows = strided_windows(stream, run.seq_len, run.stride)
-    first = slice(run.max_rows or None)
-    return Windows(windows.input_ids_RT[first], windows.counted_RT[first])
+    return text_windows(
+        run.data,
+        run.source,
+        loaded.tokenizer,
+        run.seq_len,
+        stride=run.stride,
+        max_rows=run.max_rows or None,
+        vocab_size=loaded.identity.vocab_size,
+    )
 
 
 def _completed(run: EvalRun) -> tuple[EvalRun, dict[str, Any]]:

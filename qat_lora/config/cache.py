@@ -56,6 +56,9 @@ class CacheRun:
     sampling_seed: int = setting(0, "of the draws")
     temperatures: tuple[float, ...] = setting((1.0,), "temperatures that the cache can serve")
     max_rows: int = setting(0, "rows at most; 0 takes the whole text")
+    eval_fraction: float = setting(
+        0.05, "share of the documents held out for evaluation while training; 0: none, and no run can train on it"
+    )
     rows_per_shard: int = setting(256, "rows per shard file")
     build_batch_size: int = setting(8, "rows per teacher forward", "--batch-size")
     part: str = setting("", "i/n, from 1/n to n/n: build one of n parts, which copied into one folder are the cache")
@@ -68,6 +71,7 @@ class CacheRun:
             check_range(self, name, at_least=1)
         check_range(self, "seq_len", at_least=2)
         check_range(self, "max_rows", at_least=0)
+        check_range(self, "eval_fraction", at_least=0.0, below=1.0)
         check_range(self, "proposal_temperature", above=0.0)
         check_range(self, "samples", at_most=MOST_SAMPLES)
         check_range(self, "sampling_seed", at_least=0, below=2**63)

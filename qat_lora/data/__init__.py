@@ -1,19 +1,26 @@
-"""Sources of texts and of token ids, and fixed-length token rows."""
+"""Sources of texts, chats and token ids, and the token rows made of them: packed, split, with answers marked.
 
-from qat_lora.data.blocks import Blocks, Document, tokenize_blocks
-from qat_lora.data.documents import check_source, fetch_source, read_documents, source_words
+Not here: the order in which training uses rows (`cache`), and which predictions an evaluation counts (`evaluate`).
+"""
+
+from qat_lora.data.encode import Document, bos_of, encoded, eos_of
+from qat_lora.data.rows import TokenRows, pack
+from qat_lora.data.source import check_source, fetch_source, read_documents, read_rows, source_words
 from qat_lora.data.text import read_texts
-from qat_lora.data.tokens import rows_stay, token_blocks
+from qat_lora.data.tokens import given_rows
 
 __all__ = [
-    "Blocks",
     "Document",
+    "TokenRows",
+    "bos_of",
     "check_source",
+    "encoded",
+    "eos_of",
     "fetch_source",
+    "given_rows",
+    "pack",
     "read_documents",
+    "read_rows",
     "read_texts",
-    "rows_stay",
     "source_words",
-    "token_blocks",
-    "tokenize_blocks",
 ]

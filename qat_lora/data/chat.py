@@ -1,7 +1,8 @@
 """Chats as the text that a model reads and writes: by its tokenizer's own template, or plainly joined.
 
-Owns what a chat with or without thinking looks like as a training text. Does not own the messages (`formats`), and
-knows no model's markup but the <think> tags, in which data sets keep reasoning.
+Owns what a chat with or without thinking looks like as a training text, and which of its characters an assistant wrote.
+Does not own the messages (`formats`), and knows no model's markup but the <think> tags, in which data sets keep
+reasoning.
 
 In use a model reads a prompt, which the template makes of all messages before the answer, and writes the answer behind
 it. A training text is right where it is this prompt and this answer:
@@ -19,7 +20,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from qat_lora.config.source import ChatTemplate
 from qat_lora.data.formats import Message
@@ -27,22 +28,41 @@ from qat_lora.errors import DataError
 
 logger = logging.getLogger(__name__)
 
+Spans = tuple[tuple[int, int], ...]
+
 _REASONING = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # how a template marks what the assistant writes
 
 
-class ChatTokenizer(Protocol):
-    """What is asked of a tokenizer here; those of transformers offer it."""
+class ChatText(str):
+    """A chat as a text, which knows what of it an assistant wrote.
 
-    chat_template: Any
-    eos_token: Any
+    Attributes:
+        answers: from which character to which before, one pair for each answer, its end of turn included.
+        ends_with_answer: the text ends with an answer without an end of turn, for which eos stands.
+    """
 
-    def apply_chat_template(self, conversation: Any, **settings: Any) -> Any:
-        """Render messages; with ``tokenize=False`` the result is a string."""
+    answers: Spans = ()
+    ends_with_answer: bool = False
+
+    @classmethod
+    def of(cls, text: str, answers: Spans, *, ends_with_answer: bool = False) -> ChatText:
+        """Make a text of these answers."""
+        made = cls(text)
+        made.answers, made.ends_with_answer = answers, ends_with_answer
+        return made
 
 
-def plain_text(messages: Sequence[Message]) -> str:
+def plain_text(messages: Sequence[Message]) -> ChatText:
     """The contents of a chat's messages with an empty line between: no roles, no reasoning kept beside a content."""
-    return "\n\n".join(content for message in messages if (content := message["content"].strip()))
+    said = [(message["role"], content) for message in messages if (content := message["content"].strip())]
+    answers, at = [], 0
+    for role, content in said:
+        if role == "assistant":
+            answers.append((at, at + len(content)))
+        at += len(content) + 2
+    text = "\n\n".join(content for _, content in said)
+    return ChatText.of(text, tuple(answers), ends_with_answer=bool(said) and said[-1][0] == "assistant")
 
 
 class ChatRenderer:
@@ -52,16 +72,19 @@ class ChatRenderer:
         DataError: the tokenizer has no chat template.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, mode: ChatTemplate) -> None:
-        if not getattr(tokenizer, "chat_template", None):
+    def __init__(self, tokenizer: Any, mode: ChatTemplate) -> None:
+        self._name = type(tokenizer).__name__
+        template = getattr(tokenizer, "chat_template", None)
+        if not template:
             raise DataError(
-                f"The tokenizer {type(tokenizer).__name__} has no chat template, but chat_template={mode}; use "
-                "--chat-template none, or put the chat_template.jinja of its chat model beside the tokenizer's files."
+                f"The tokenizer {self._name} has no chat template, but chat_template={mode}; use --chat-template none, "
+                "or put the chat_template.jinja of its chat model beside the tokenizer's files."
             )
         self._tokenizer, self._mode = tokenizer, mode
-        self._was_compared = self._was_told_of_one = False
+        self._marks_answers = bool(_GENERATION.search(str(template))) and getattr(tokenizer, "is_fast", False)
+        self._logged: set[str] = set()
 
-    def texts(self, messages: Sequence[Message], place: str) -> list[str]:
+    def texts(self, messages: Sequence[Message], place: str) -> list[ChatText]:
         """Return the text of a chat, or with ``both`` its texts without and with thinking, each text once.
 
         Raises:
@@ -69,43 +92,109 @@ class ChatRenderer:
         """
         if not messages:
             return []
-        if not self._was_compared:
-            self._was_compared = True
+        if "compared" not in self._logged:
+            self._logged.add("compared")
             self._compare(messages, place)
         modes = {"no-think": (False,), "think": (True,), "both": (False, True)}[self._mode]
         texts = list(dict.fromkeys(self._text(messages, thinking, place) for thinking in modes))
-        if len(texts) < len(modes) and not self._was_told_of_one:
-            self._was_told_of_one = True
-            logger.info("%s reads the same with and without thinking; such chats are written once", place)
+        if len(texts) < len(modes):
+            self._log_once(
+                logging.INFO, "%s reads the same with and without thinking; such chats are written once", place
+            )
         return texts
 
-    def _text(self, messages: Sequence[Message], thinking: bool, place: str) -> str:
-        if thinking:
-            return self._ended(self._render(messages, place, thinking=True))
-        bare = [_without_reasoning(message) for message in messages]
-        text = self._render(bare, place, thinking=False)
-        if before := _before_answer(bare):
+    def _text(self, messages: Sequence[Message], thinking: bool, place: str) -> ChatText:
+        if not thinking:
+            messages = [_without_reasoning(message) for message in messages]
+        rendered = text = self._render(messages, place, thinking=thinking)
+        shared = 0  # characters that come before the change
+        if not thinking and (before := _before_answer(messages)):
             prompt = self._render(before, place, thinking=False, prompt=True)
             open_prompt = self._render(before, place, thinking=True, prompt=True)
             if not text.startswith(prompt) and text.startswith(open_prompt):
-                text = prompt + text.removeprefix(open_prompt)
-        return self._ended(text)
+                text, shared = prompt + text.removeprefix(open_prompt), len(open_prompt)
+        text = self._ended(text)
+        if self._marks_answers:
+            moved = len(text) - len(self._ended(rendered))
+            marked = self._marked(messages, thinking)
+            spans = tuple((a + moved * (a >= shared), b + moved * (b > shared)) for a, b in marked)
+        else:
+            spans = self._compared(messages, text, thinking, place)
+        return ChatText.of(text, tuple((a, min(b, len(text))) for a, b in spans if a < len(text)))
 
     def _ended(self, text: str) -> str:
         """The text up to its last eos, where only white space follows: a model stops there."""
         stripped, eos = text.rstrip(), self._tokenizer.eos_token
         return stripped if eos and stripped.endswith(eos) else text
 
+    def _marked(self, messages: Sequence[Message], thinking: bool) -> Spans:
+        """Where the answers stand, as the template's {% generation %} marks them."""
+        found = self._tokenizer.apply_chat_template(
+            list(messages),
+            enable_thinking=thinking,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"return_offsets_mapping": True},
+        )
+        offsets = zip(found["offset_mapping"], found["assistant_masks"], strict=True)
+        return tuple((begin, end) for (begin, end), is_answer in offsets if is_answer)
+
+    def _compared(self, messages: Sequence[Message], text: str, thinking: bool, place: str) -> Spans:
+        """Where the answers stand, as prompts and longer chats show that begin like the text.
+
+        An assistant that speaks first answers nothing, and has no span.
+        """
+        spans = []
+        for number in range(1, len(messages)):
+            if messages[number]["role"] == "assistant":
+                span = self._last_answer(messages[: number + 1], text, thinking, place)
+                if span is None:
+                    self._log_once(
+                        logging.WARNING,
+                        "the chat template of %s does not show which part of %s is answer %d; such answers are left "
+                        "out with --loss-on answers", self._name, place, number + 1,
+                    )  # fmt: skip
+                else:
+                    spans.append(span)
+        return tuple(spans)
+
+    def _last_answer(
+        self, messages: Sequence[Message], text: str, thinking: bool, place: str
+    ) -> tuple[int, int] | None:
+        """Where in the text, which may go on, the last message stands; None where the template does not show it."""
+        try:
+            prompts = [self._render(messages[:-1], place, thinking=t, prompt=True) for t in {thinking, True}]
+            shorter = self._render(messages, place, thinking=thinking)
+        except DataError:
+            return None
+        begins = [len(prompt) for prompt in prompts if text.startswith(prompt)]
+        begins_here = [len(prompt) for prompt in prompts if shorter.startswith(prompt)]
+        if not begins or not begins_here:
+            return None
+        content = _without_reasoning(messages[-1])["content"].strip()
+        answer = shorter[max(begins_here) :]
+        is_bare = bool(content) and answer.rstrip().endswith(content)  # white space is the end of turn
+        end = len(answer if is_bare else answer.rstrip())
+        # Of an answer that is not the last, templates drop the reasoning: then only its end is in the text.
+        for first in range(max(0, answer.rfind(content)) + 1):
+            if text.startswith(answer[first:end], max(begins)):
+                return max(begins), max(begins) + end - first
+        return None
+
     def _compare(self, messages: Sequence[Message], place: str) -> None:
-        """Say so where thinking or not makes no difference to the template."""
+        """Log where thinking or not makes no difference to the template."""
         prompt = _before_answer(messages) or messages
         with_it, without = (
             (self._render(messages, place, thinking=t), self._render(prompt, place, thinking=t, prompt=True))
             for t in (True, False)
         )
         if with_it == without:
-            name = type(self._tokenizer).__name__
-            logger.info("the chat template of %s ignores enable_thinking: think and no-think render alike", name)
+            logger.info("the chat template of %s ignores enable_thinking: think and no-think render alike", self._name)
+
+    def _log_once(self, level: int, message: str, *values: object) -> None:
+        if message not in self._logged:
+            self._logged.add(message)
+            logger.log(level, message, *values)
 
     def _render(self, messages: Sequence[Message], place: str, *, thinking: bool, prompt: bool = False) -> str:
         from jinja2 import TemplateError
@@ -119,8 +208,8 @@ class ChatRenderer:
         except (TemplateError, ValueError, TypeError, ImportError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(
-                f"The chat template of {type(self._tokenizer).__name__} refuses {place} with the roles {roles} "
-                f"({error}); remove such rows or use --chat-template none."
+                f"The chat template of {self._name} refuses {place} with the roles {roles} ({error}); remove such rows "
+                "or use --chat-template none."
             ) from error
 
 

@@ -74,7 +74,7 @@ def recognised(row: Row) -> DataFormat:
 def _check_characters(row: Row, texts: list[str]) -> None:
     halves = (found[0] for text in texts if (found := _SURROGATE.search(text)))
     if half := next(halves, None):
-        raise DataError(f"{row.place} holds {half!r}, half of a character and no text; mend or remove the row.")
+        raise DataError(f"{row.place} holds {half!r}, half of a character and no text; repair or remove the row.")
 
 
 def _text(row: Row) -> str:

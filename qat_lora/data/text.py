@@ -97,9 +97,9 @@ def _embedded_texts(spec: str) -> Iterator[str]:
 def _file_rows(path: Path) -> Iterator[Row]:
     try:
         if path.suffix == ".txt":
-            yield Row(str(path), path.read_text(encoding="utf-8"))
+            yield Row(str(path), path.read_text(encoding="utf-8-sig"))
             return
-        with open(path, encoding="utf-8") as lines:
+        with open(path, encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield Row(f"{path}:{number}", _parsed(line, f"{path}:{number}"))
@@ -114,10 +114,10 @@ def _parsed(line: str, place: str) -> Any:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{place} is no JSON ({error.msg} at column {error.colno}); mend or remove the line."
+            f"{place} is no JSON ({error.msg} at column {error.colno}); repair or remove the line."
         ) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
-        raise DataError(f"{place} cannot be read ({str(error).split(';')[0]}); mend or remove the line.") from error
+        raise DataError(f"{place} cannot be read ({str(error).split(';')[0]}); repair or remove the line.") from error
     if not isinstance(value, dict):  # also a string, which would pass for the text of a .txt file
         raise DataError(
             f"{place} has no string under 'text' or 'content', but is a JSON {type(value).__name__}; write one object "

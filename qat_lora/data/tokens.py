@@ -23,12 +23,12 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from qat_lora.config.source import SourceConfig
-from qat_lora.data.blocks import Blocks
+from qat_lora.data.encode import Array
 from qat_lora.data.paths import find_files, has_tokens
+from qat_lora.data.rows import TokenRows
 from qat_lora.data.shuffle import shuffled
 from qat_lora.errors import DataError
 
-Array = np.ndarray[Any, Any]
 FIELDS = ("input_ids", "attention_mask", "lengths")
 # What NumPy, safetensors and torch's reader of pickles raise at bytes that make no sense to them.
 _UNREADABLE = (
@@ -39,18 +39,18 @@ LARGEST_ID = 2**31 - 1  # rows are stored as int32
 
 
 @dataclass(frozen=True)
-class TokenRows:
+class TokenFile:
     """The rows of one file.
 
     Attributes:
         path: the file.
         ids: ``[R, T]`` of any integer dtype, or R arrays ``[N]`` of different lengths.
-        lengths_R: ``[R]`` int64, valid tokens of each row, from its start.
+        length_R: ``[R]`` int64, valid tokens of each row, from its start.
     """
 
     path: Path
     ids: Array | Sequence[Array]
-    lengths_R: Array
+    length_R: Array
 
     @property
     def width(self) -> int | None:
@@ -90,7 +90,7 @@ def token_documents(spec: str, *, vocab_size: int | None = None) -> Iterator[Tok
             call; ids outside the vocabulary are found where a document is sliced.
     """
     for rows in map(read_tokens, find_files(spec)):
-        for number, (ids_N, length) in enumerate(zip(rows.ids, rows.lengths_R.tolist(), strict=True), start=1):
+        for number, (ids_N, length) in enumerate(zip(rows.ids, rows.length_R.tolist(), strict=True), start=1):
             yield TokenDocument(f"{rows.path} row {number}", ids_N[:length], vocab_size)
 
 
@@ -99,7 +99,7 @@ def rows_stay(spec: str, seq_len: int) -> bool:
     return has_tokens(spec) and all(read_tokens(path).width == seq_len for path in find_files(spec))
 
 
-def token_blocks(
+def given_rows(
     spec: str,
     config: SourceConfig,
     seq_len: int,
@@ -107,7 +107,7 @@ def token_blocks(
     fill_id: int,
     vocab_size: int | None = None,
     max_rows: int | None = None,
-) -> Blocks | None:
+) -> TokenRows | None:
     """Return the rows of a source as they are where all are `seq_len` tokens long, padding included; else None.
 
     Padding is on the right, and becomes `fill_id`, so that files that differ in their padding alone give equal rows.
@@ -120,22 +120,22 @@ def token_blocks(
     files = [read_tokens(path) for path in find_files(spec)]
     if any(rows.width != seq_len for rows in files):
         return None
-    ends = np.cumsum([len(rows.lengths_R) for rows in files])
+    ends = np.cumsum([len(rows.length_R) for rows in files])
     order_R = np.array(list(itertools.islice(shuffled(range(ends[-1]), config), max_rows)))
     ids_RT = np.empty((len(order_R), seq_len), dtype=np.int32)
-    lengths_R = np.empty(len(order_R), dtype=np.int32)
+    length_R = np.empty(len(order_R), dtype=np.int32)
     for rows, end in zip(files, ends, strict=True):
-        start = end - len(rows.lengths_R)
+        start = end - len(rows.length_R)
         here_R = (order_R >= start) & (order_R < end)
-        lengths_R[here_R] = rows.lengths_R[order_R[here_R] - start]
+        length_R[here_R] = rows.length_R[order_R[here_R] - start]
         given_RT = np.asarray(rows.ids)[order_R[here_R] - start]
-        is_valid_RT = np.arange(seq_len) < lengths_R[here_R, None]
+        is_valid_RT = np.arange(seq_len) < length_R[here_R, None]
         _check_ids(given_RT[is_valid_RT], vocab_size, str(rows.path))
         ids_RT[here_R] = np.where(is_valid_RT, given_RT, fill_id)
-    return Blocks(torch.from_numpy(ids_RT), torch.from_numpy(lengths_R))
+    return TokenRows(ids_RT, length_R, None, np.zeros(len(order_R), dtype=bool), bos=None)
 
 
-def read_tokens(path: Path) -> TokenRows:
+def read_tokens(path: Path) -> TokenFile:
     """Read one file: a tensor ``[R, T]`` or ``[N]``, a list of rows, or `input_ids` with attention_mask or lengths.
 
     Raises:
@@ -146,30 +146,30 @@ def read_tokens(path: Path) -> TokenRows:
     given = _table(fields["lengths"], f"{path}: lengths") if fields.get("lengths") is not None else None
     if given is not None and (isinstance(given, list) or given.ndim != 1):
         raise DataError(f"{path}: lengths is no list of numbers; give one length per row.")
-    lengths_R = None if given is None else np.asarray(given).astype(np.int64)
+    length_R = None if given is None else np.asarray(given).astype(np.int64)
     if isinstance(ids, np.ndarray) and ids.ndim == 1:
-        ids, lengths_R = _cut(ids, lengths_R, path), None  # of one long row, lengths say where documents end
+        ids, length_R = _cut(ids, length_R, path), None  # of one long row, lengths say where documents end
     shapes = {row.ndim for row in ids} if isinstance(ids, list) else {ids.ndim - 1}
     if shapes - {1}:
         raise DataError(f"{path}: input_ids is neither [rows, tokens] nor [tokens]; reshape it.")
     full_R = np.array([len(row) for row in ids], dtype=np.int64)
     if fields.get("attention_mask") is not None:
         masked_R = _mask_lengths(_table(fields["attention_mask"], f"{path}: attention_mask"), full_R, path)
-        if lengths_R is not None and not np.array_equal(lengths_R, masked_R):
+        if length_R is not None and not np.array_equal(length_R, masked_R):
             raise DataError(f"{path}: lengths and attention_mask disagree; keep one of them.")
-        lengths_R = masked_R
-    lengths_R = full_R if lengths_R is None else lengths_R
-    if len(lengths_R) != len(full_R) or not len(full_R):
+        length_R = masked_R
+    length_R = full_R if length_R is None else length_R
+    if len(length_R) != len(full_R) or not len(full_R):
         raise DataError(
-            f"{path}: {len(lengths_R)} lengths for {len(full_R)} rows; give one for each of at least one row."
+            f"{path}: {len(length_R)} lengths for {len(full_R)} rows; give one for each of at least one row."
         )
-    if len(wrong := np.flatnonzero((lengths_R < 1) | (lengths_R > full_R))):
+    if len(wrong := np.flatnonzero((length_R < 1) | (length_R > full_R))):
         row = wrong[0]
         raise DataError(
-            f"{path} row {row + 1} has the length {lengths_R[row]} of {full_R[row]} tokens; each row needs at least "
+            f"{path} row {row + 1} has the length {length_R[row]} of {full_R[row]} tokens; each row needs at least "
             "one token, and no more than it holds."
         )
-    return TokenRows(path, ids, lengths_R)
+    return TokenFile(path, ids, length_R)
 
 
 def _loaded(path: Path) -> Any:
@@ -238,16 +238,16 @@ def _integers(value: Any, what: str) -> Array:
     return array
 
 
-def _cut(ids_N: Array, lengths_R: Array | None, path: Path) -> list[Array]:
+def _cut(ids_N: Array, length_R: Array | None, path: Path) -> list[Array]:
     """One long row as the documents of these lengths, end to end; as one without."""
-    if lengths_R is None:
+    if length_R is None:
         return [ids_N]
-    if lengths_R.sum() != len(ids_N) or (lengths_R < 1).any():
+    if length_R.sum() != len(ids_N) or (length_R < 1).any():
         raise DataError(
-            f"{path}: the lengths of the documents add up to {lengths_R.sum()}, but there are {len(ids_N)} tokens; "
+            f"{path}: the lengths of the documents add up to {length_R.sum()}, but there are {len(ids_N)} tokens; "
             "give positive lengths of documents that lie end to end."
         )
-    return np.split(ids_N, np.cumsum(lengths_R)[:-1])
+    return np.split(ids_N, np.cumsum(length_R)[:-1])
 
 
 def _mask_lengths(masks: Array | list[Array], full_R: Array, path: Path) -> Array:

@@ -4,18 +4,20 @@ from qat_lora.evaluate.cached import cached_kl
 from qat_lora.evaluate.fidelity import Fidelity, measure
 from qat_lora.evaluate.size import Size, size_of
 from qat_lora.evaluate.table import fidelity_table, read_fidelity, write_fidelity
-from qat_lora.evaluate.windows import Windows, strided_windows, whole_windows
+from qat_lora.evaluate.windows import Stream, Windows, stream_windows, text_windows, whole_windows
 
 __all__ = [
     "Fidelity",
     "Size",
+    "Stream",
     "Windows",
     "cached_kl",
     "fidelity_table",
     "measure",
     "read_fidelity",
     "size_of",
-    "strided_windows",
+    "stream_windows",
+    "text_windows",
     "whole_windows",
     "write_fidelity",
 ]

@@ -11,8 +11,8 @@ import torch
 
 from qat_lora.cache import CacheManifest, CacheWriter, build_cache
 from qat_lora.cache.format import sealed
-from qat_lora.data import Blocks
 from qat_lora.kd import Head
+from tests.cache.blocks import Blocks
 
 VOCAB, HIDDEN, SEQ_LEN = 29, 6, 5
 

@@ -18,9 +18,9 @@ from qat_lora.cache import (
 )
 from qat_lora.cache.codec import decoded, encoded
 from qat_lora.cache.documents import document_positions
-from qat_lora.data import Blocks
 from qat_lora.errors import CacheMismatch, ConfigError
 from qat_lora.kd import label_mask
+from tests.cache.blocks import Blocks
 from tests.cache.conftest import SEQ_LEN, TinyTeacher, blocks_of, manifest_of
 from tests.cache.test_writer import Interrupted, contents, stop_after
 

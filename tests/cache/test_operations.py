@@ -21,9 +21,9 @@ from qat_lora.cache import (
     verify,
 )
 from qat_lora.cache.rows import StoredRows, rows_digest
-from qat_lora.data import Blocks
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from qat_lora.kd import targets
+from tests.cache.blocks import Blocks
 from tests.cache.conftest import TinyTeacher, blocks_of, build, manifest_of
 from tests.cache.test_parts import BLOCKS, ROWS, build_part, run, writer_of
 from tests.cache.test_writer import Interrupted, contents

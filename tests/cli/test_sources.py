@@ -57,7 +57,8 @@ def test_a_cache_holds_each_chat_once_or_twice_in_the_words_of_the_template(tmp_
     tokenizer = models.load_tokenizer(chat_teacher)
     found = {}
     for mode in ("none", "no-think", "think", "both"):
-        manifest, rows = cached(tmp_path / mode, "--teacher", chat_teacher, "--data", chats, "--chat-template", mode)
+        flags = ("--teacher", chat_teacher, "--data", chats, "--chat-template", mode, "--eval-fraction", 0)
+        manifest, rows = cached(tmp_path / mode, *flags)
         found[mode] = manifest
         text = tokenizer.decode([i for row in rows for i in row], clean_up_tokenization_spaces=False)
         assert text.count("jumps") == (24 if mode == "both" else 12)

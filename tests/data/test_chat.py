@@ -9,7 +9,7 @@ import tokenizers
 import transformers
 
 from qat_lora.config.source import SourceConfig
-from qat_lora.data import read_texts, tokenize_blocks
+from qat_lora.data import pack, read_texts
 from qat_lora.data.chat import ChatRenderer
 from qat_lora.errors import DataError
 
@@ -110,7 +110,7 @@ def test_the_end_of_a_turn_that_is_eos_ends_the_text_and_gets_no_second(tmp_path
         made = tokenizer(IN_PROMPT, eos)
         found = list(read_texts(str(path), config, made))
         assert [text[-len(end) :] for text, end in zip(found, ends, strict=True)] == ends
-        ids = tokenize_blocks(found, made, 64).input_ids_RT[0].tolist()
+        ids = pack(found, made, 64).input_ids_RT[0].tolist()
         alone = [made(text, add_special_tokens=False)["input_ids"] for text in found]
         added = [] if eos == EOS else [1]
         joined = [*alone[0], *added, *alone[1], *added]

@@ -10,10 +10,10 @@ import types
 import pytest
 
 from qat_lora.config.source import SourceConfig
-from qat_lora.data import check_source, fetch_source, read_documents, read_texts, tokenize_blocks
+from qat_lora.data import check_source, fetch_source, pack, read_documents, read_texts
 from qat_lora.data.shuffle import shuffled
 from qat_lora.errors import ConfigError, DataError
-from tests.data.test_blocks import ByteTokenizer
+from tests.data.test_rows import ByteTokenizer
 
 STREAM = SourceConfig(streaming=True)
 
@@ -59,7 +59,7 @@ def hub(monkeypatch):
 def test_a_stream_is_read_no_further_than_the_rows_need(hub):
     hub.made = Stream({"text": f"text {n}"} for n in itertools.count())
     documents = read_documents("hf:me/some:raw:test", STREAM, ByteTokenizer())
-    assert tokenize_blocks(documents, ByteTokenizer(), 8, max_rows=5).input_ids_RT.shape == (5, 8)
+    assert pack(documents, ByteTokenizer(), 8, max_rows=5).input_ids_RT.shape == (5, 8)
     assert hub.calls == [("me/some", "raw", {"split": "test", "streaming": True})]
     assert hub.made.read <= 64, "texts are tokenised 64 at a time"
     assert hub.made.selected == ["text"] and not hub.made.shuffles

@@ -64,7 +64,7 @@ def test_texts_are_read_one_at_a_time(tmp_path):
         ('{"text": 3}', "has no string"),
         ('{"text": ' + "[" * 100_000, "cannot be read (maximum recursion depth"),
         ('{"text": ' + "1" * 5000 + "}", "cannot be read (Exceeds the limit"),
-        ('{"text": "a\\ud800"}', "holds '\\ud800', half of a character and no text; mend or remove the row"),
+        ('{"text": "a\\ud800"}', "holds '\\ud800', half of a character and no text; repair or remove the row"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, words):

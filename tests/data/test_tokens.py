@@ -10,9 +10,9 @@ import torch
 from safetensors.numpy import save_file
 
 from qat_lora.config.source import SourceConfig
-from qat_lora.data import check_source, read_documents, token_blocks, tokenize_blocks
+from qat_lora.data import check_source, given_rows, pack, read_documents
 from qat_lora.errors import ConfigError, DataError
-from tests.data.test_blocks import EOS, ByteTokenizer
+from tests.data.test_rows import EOS, ByteTokenizer
 
 PLAIN = SourceConfig()
 ROWS = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
@@ -35,8 +35,8 @@ def documents(spec, config=PLAIN, **settings):
 
 
 def blocks(spec, seq_len=4, config=PLAIN, **settings):
-    found = token_blocks(spec, config, seq_len, fill_id=EOS, **settings)
-    return None if found is None else (found.input_ids_RT.tolist(), found.lengths_R.tolist())
+    found = given_rows(spec, config, seq_len, fill_id=EOS, **settings)
+    return None if found is None else (found.input_ids_RT.tolist(), found.length_R.tolist())
 
 
 def refused(path, content):
@@ -69,10 +69,10 @@ def test_rows_of_the_wanted_length_stay_and_others_are_documents(tmp_path, name)
     assert blocks(spec) == (ROWS, [4, 4, 4])
     assert blocks(spec, seq_len=3) is None and blocks(spec, seq_len=5) is None
     assert documents(spec) == ROWS
-    packed = tokenize_blocks(read_documents(spec, PLAIN, ByteTokenizer()), ByteTokenizer(), 5)
+    packed = pack(read_documents(spec, PLAIN, ByteTokenizer()), ByteTokenizer(), 5)
     assert packed.input_ids_RT.tolist() == [[*row, EOS] for row in ROWS]
-    kept = token_blocks(spec, PLAIN, 4, fill_id=EOS)
-    assert kept.input_ids_RT.dtype == kept.lengths_R.dtype == torch.int32
+    kept = given_rows(spec, PLAIN, 4, fill_id=EOS)
+    assert kept.input_ids_RT.dtype == kept.length_R.dtype == np.int32
     assert {x[:].dtype for x in read_documents(spec, PLAIN, ByteTokenizer())} == {np.dtype(np.int64)}
 
 
@@ -108,7 +108,7 @@ def test_padding_on_the_right_is_a_length_and_its_ids_do_not_matter(tmp_path, na
 def test_rows_of_different_lengths_are_documents_each_ended_by_eos(tmp_path, name, content):
     spec = write(tmp_path / name, content)
     assert documents(spec) == [[1, 2, 3], [4], [5, 6]] and blocks(spec, 3) is None
-    packed = tokenize_blocks(read_documents(spec, PLAIN, ByteTokenizer()), ByteTokenizer(), 9)
+    packed = pack(read_documents(spec, PLAIN, ByteTokenizer()), ByteTokenizer(), 9)
     assert packed.input_ids_RT.tolist() == [[1, 2, 3, EOS, 4, EOS, 5, 6, EOS]]
 
 
@@ -120,7 +120,7 @@ def test_one_long_row_is_one_document_whatever_its_length(tmp_path):
 
 def test_a_document_that_ends_with_eos_gets_no_second(tmp_path):
     spec = write(tmp_path / "a.pt", [[1, EOS], [2], [3, EOS, EOS]])
-    packed = tokenize_blocks(read_documents(spec, PLAIN, ByteTokenizer()), ByteTokenizer(), 7)
+    packed = pack(read_documents(spec, PLAIN, ByteTokenizer()), ByteTokenizer(), 7)
     assert packed.input_ids_RT.tolist() == [[1, EOS, 2, EOS, 3, EOS, EOS]]
 
 
@@ -146,8 +146,8 @@ def test_max_rows_and_the_buffer_choose_among_rows_that_stay(tmp_path):
 
 def rows_of(spec, packing, seq_len, max_rows, vocab_size=None):
     read = read_documents(spec, PLAIN, ByteTokenizer(), vocab_size=vocab_size)
-    found = tokenize_blocks(read, ByteTokenizer(), seq_len, packing=packing, max_rows=max_rows)
-    return [x if x is None else x.tolist() for x in found]
+    found = pack(read, ByteTokenizer(), seq_len, packing=packing, max_rows=max_rows)
+    return [x if x is None else x.tolist() for x in (found.input_ids_RT, found.length_R, found.starts_RT)]
 
 
 @pytest.mark.parametrize("packing", ["stream", "documents", "pad"])

@@ -1,6 +1,7 @@
-"""Documents of any source, each a text or token ids, on their way to rows.
+"""From a source, as it is named on the command line, to documents and to rows.
 
-Owns what is asked of a source before long work begins. Does not own reading (`text`, `tokens`) nor packing (`blocks`).
+Owns what is asked of a source before long work begins, and the choice between rows that are taken as they are and
+documents that are packed. Does not own reading (`text`, `tokens`) nor packing (`rows`).
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from qat_lora.config import Packing
 from qat_lora.config.source import SourceConfig
-from qat_lora.data.blocks import Document
+from qat_lora.data.encode import Document
 from qat_lora.data.hub import fetch
 from qat_lora.data.paths import HUB_PREFIX, has_tokens
+from qat_lora.data.rows import TokenRows, pack
 from qat_lora.data.shuffle import shuffled
 from qat_lora.data.text import read_texts
-from qat_lora.data.tokens import token_documents
+from qat_lora.data.tokens import given_rows, token_documents
 from qat_lora.errors import ConfigError
 
 
@@ -31,14 +34,10 @@ def check_source(spec: str, config: SourceConfig) -> None:
             "--chat-template none."
         )
     if has_tokens(spec):
-        for name, is_default in (
-            ("data_format", config.data_format == "auto"),
-            ("chat_template", config.chat_template == "none"),
-        ):
-            if not is_default:
+        for name, default in (("data_format", "auto"), ("chat_template", "none")):
+            if (value := getattr(config, name)) != default:
                 raise ConfigError(
-                    f"{name}={getattr(config, name)} is for texts, but {spec!r} holds token ids; drop "
-                    f"--{name.replace('_', '-')}."
+                    f"{name}={value} is for texts, but {spec!r} holds token ids; drop --{name.replace('_', '-')}."
                 )
 
 
@@ -56,18 +55,42 @@ def read_documents(
     Raises:
         DataError: the source is missing, wrong or empty; while iterating, not on the call.
     """
-    if not has_tokens(spec):
+    if has_tokens(spec):
+        yield from shuffled(token_documents(spec, vocab_size=vocab_size), config)
+    else:
         yield from read_texts(spec, config, tokenizer)
-        return
-    yield from shuffled(token_documents(spec, vocab_size=vocab_size), config)
+
+
+def read_rows(
+    spec: str,
+    config: SourceConfig,
+    tokenizer: Any,
+    seq_len: int,
+    *,
+    packing: Packing = "stream",
+    eval_fraction: float = 0.0,
+    max_rows: int | None = None,
+    vocab_size: int | None = None,
+) -> TokenRows:
+    """Return the rows of a source: documents packed, or rows of ids that have this length as they are."""
+    fill_id = tokenizer.eos_token_id or 0
+    rows = given_rows(spec, config, seq_len, fill_id=fill_id, vocab_size=vocab_size, max_rows=max_rows)
+    if rows is not None:
+        return rows.split(packing=packing, eval_fraction=eval_fraction)
+    return pack(
+        read_documents(spec, config, tokenizer, vocab_size=vocab_size),
+        tokenizer,
+        seq_len,
+        packing=packing,
+        eval_fraction=eval_fraction,
+        max_rows=max_rows,
+        vocab_size=vocab_size,
+    )
 
 
 def source_words(spec: str, config: SourceConfig) -> str:
     """The source as it was given, with the settings under which its rows were read where they are not the defaults."""
     defaults = SourceConfig()
-    changed = [
-        f"{f.name}={getattr(config, f.name)}"
-        for f in dataclasses.fields(config)
-        if getattr(config, f.name) != getattr(defaults, f.name)
-    ]
+    names = [field.name for field in dataclasses.fields(config)]
+    changed = [f"{n}={getattr(config, n)}" for n in names if getattr(config, n) != getattr(defaults, n)]
     return f"{spec} ({', '.join(changed)})" if changed else spec
