@@ -30,8 +30,11 @@ def write_atomically(path: Location, write: Callable[[BinaryIO], object]) -> Non
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with temporary.open("wb") as stream:
-                write(stream)
+            with _File(temporary, "wb") as file, io.BufferedWriter(file) as stream:
+                try:
+                    write(stream)
+                except RuntimeError as error:  # torch.save's, in place of the OSError that it met
+                    raise file.refusal or error from None
                 stream.flush()
                 os.fsync(stream.fileno())
             os.replace(temporary, path)
@@ -40,6 +43,19 @@ def write_atomically(path: Location, write: Callable[[BinaryIO], object]) -> Non
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise _unwritable(path, error) from None
+
+
+class _File(io.FileIO):
+    """A file that keeps the error with which the system refused to write to it."""
+
+    refusal: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.refusal = error
+            raise
 
 
 def write_json(path: Location, tree: Any) -> None:

@@ -29,6 +29,7 @@ RUNS: dict[str, type[AnyRun | CacheRun]] = {r.command: r for r in (CacheRun, Qat
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for a user's mistake, 130 when interrupted."""
+    args = None
     try:
         args, unknown = _parser().parse_known_args(argv)
         if unknown:
@@ -51,8 +52,18 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     except KeyboardInterrupt:
-        print("qat-lora: interrupted; run the command again to go on (qat and recover: with --resume)", file=sys.stderr)
+        print(f"qat-lora: interrupted{_of_rank()}: {_how_to_continue(args)}", file=sys.stderr)
         return 130
+
+
+def _how_to_continue(args: argparse.Namespace | None) -> str:
+    """What to do after an interruption, which is not always to resume."""
+    if args is None or args.command not in ("qat", "recover"):
+        return "run the command again; a cache continues with what is missing"
+    from qat_lora.train.folder import how_to_continue
+
+    run: Any = run_from(args, RUNS[args.command])
+    return how_to_continue(run.output)
 
 
 def _check_order(args: argparse.Namespace, argv: list[str]) -> None:

@@ -20,6 +20,14 @@ def leftovers(folder: Path) -> list[Path]:
     return [*([best] if trained else []), *numbered(folder)]
 
 
+def how_to_continue(folder: Path) -> str:
+    """What to do about a run that was cut off: advice that will be accepted."""
+    if (folder / "last.pt").exists():
+        return "run the command again with --resume to continue from the last checkpoint"
+    found = leftovers(folder)
+    return "no checkpoint to continue from; run the command again" + (" with --from-scratch" if found else "")
+
+
 def remove_run(folder: Path, runtime: Runtime) -> None:
     """Remove what an earlier run left in a folder, so that nothing of it is taken for the new one's."""
     if runtime.rank == 0:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qat_lora import adapters, models
 from qat_lora.config import QatRun, QuantScheme, RecoveryRun
+from qat_lora.errors import DiskFull
 from qat_lora.evaluate import cached_kl
 from qat_lora.files import write_json
 from qat_lora.quant import freeze_codes
@@ -26,7 +27,7 @@ from qat_lora.train.anchor import anchor_of
 from qat_lora.train.checking import another_run, check, check_ranks_agree
 from qat_lora.train.checkpoint import restore, resume_state, run_facts, student_state
 from qat_lora.train.execution import Run, autoscaled, lower_layers, state_bytes, with_global_batch
-from qat_lora.train.folder import remove_run, save_numbered
+from qat_lora.train.folder import how_to_continue, remove_run, save_numbered
 from qat_lora.train.graphs import RecompileHook
 from qat_lora.train.hooks import CheckpointHook, EvalHook
 from qat_lora.train.loop import Hook, train
@@ -122,7 +123,10 @@ def _fit(opening: Opening, student: Student, extra_hooks: Sequence[Hook]) -> Run
     batches = opening.train_rows.batches(
         run.loop.batch_size * runtime.devices, position=state.step * run.loop.accumulation_steps
     )
-    train(state, batches, objective, loop=run.loop, optim=run.optim, runtime=runtime, hooks=hooks)
+    try:
+        train(state, batches, objective, loop=run.loop, optim=run.optim, runtime=runtime, hooks=hooks)
+    except DiskFull as error:
+        raise DiskFull(f"{error} Then {how_to_continue(output)}.") from None
     if runtime.rank == 0:
         write_json(output / "summary.json", speed.summary(state) | watch.summary())
         write_loss_png(output / "loss.png", losses.rows, title=f"{run.command} ({output.name})")

@@ -19,7 +19,8 @@ from qat_lora.models.lean.norms import use_lean_norms
 from qat_lora.quant import freeze_codes
 from qat_lora.runtime import LocalRuntime, MemoryUse
 from qat_lora.settings import to_json
-from qat_lora.train.execution import autoscaled, lower_layers
+from qat_lora.train import run as run_module
+from qat_lora.train.execution import autoscaled, lower_layers, state_bytes
 from qat_lora.train.objective import KDObjective
 from qat_lora.train.run import run_qat, run_recovery
 from qat_lora.train.state import TrainState
@@ -174,6 +175,32 @@ def test_half_of_what_is_free_may_be_activations(teacher_dir) -> None:
         lower_layers(model, ExecutionConfig(), Full(free=free), tokens=tokens)
         checkpointing.append(models.causal_lm(model).is_gradient_checkpointing)
     assert checkpointing == [True, False]
+
+
+def test_auto_leaves_room_for_what_training_adds_to_the_weights(teacher_dir) -> None:
+    """A gradient, two moments and, with ema_decay, a moving average: 12 or 16 bytes per trained parameter."""
+    trained = [torch.zeros(30, 5), torch.zeros(7)]
+    assert [state_bytes(trained, OptimConfig(ema_decay=decay)) for decay in (0.0, 0.9)] == [157 * 12, 157 * 16]
+    tokens, to_come_bytes = 96, 5_000_000
+    checkpointing = []
+    for spare in (-2, 2):
+        model, _ = student(teacher_dir, "recover")
+        needed = models.activation_bytes(model, tokens, torch.float32, lean=False)
+        runtime = Full(free=to_come_bytes + 2 * needed + spare)
+        lower_layers(model, ExecutionConfig(), runtime, tokens=tokens, to_come_bytes=to_come_bytes)
+        checkpointing.append(models.causal_lm(model).is_gradient_checkpointing)
+    assert checkpointing == [True, False]
+
+
+def test_a_run_tells_auto_what_it_will_add(tmp_path, cache_dir, monkeypatch) -> None:
+    told = []
+    monkeypatch.setattr(run_module, "lower_layers", lambda *_, to_come_bytes, **__: told.append(to_come_bytes))
+    for decay in (0.0, 0.5):
+        optim = OptimConfig(ema_decay=decay)
+        run = qat_run(cache_dir, tmp_path / str(decay), loop={"max_steps": 1}, optim=optim)
+        trained = run_qat(run, LocalRuntime("cpu")).state.trained
+    count = sum(p.numel() for p in trained.values())
+    assert told == [12 * count, 16 * count]
 
 
 def test_layers_are_recomputed_on_every_rank_where_they_fit_on_some_only(teacher_dir) -> None:

@@ -107,6 +107,12 @@ def test_the_best_student_is_kept_from_before_the_first_step_on(tmp_path, state)
     assert (state.first_kl, state.best_kl, state.best_step, state.last_kl) == (0.5, 0.25, 2, 0.375)
 
 
+def test_best_pt_is_replaced_by_what_is_lower_however_little_and_by_nothing_else(tmp_path, state) -> None:
+    hair = 0.5 - 2**-40
+    _, best = evaluated(tmp_path, state, [0.5, 0.5, hair, hair, 0.5])
+    assert best == [0, 2]
+
+
 def test_an_end_that_is_worse_than_the_start_is_said(tmp_path, state, caplog) -> None:
     with caplog.at_level(logging.WARNING):
         evaluated(tmp_path, state, [0.5, 0.25, 0.75])

@@ -11,7 +11,10 @@ from torch import nn
 from qat_lora.config import OptimConfig
 from qat_lora.errors import ConfigError
 from qat_lora.runtime import LocalRuntime
-from qat_lora.train.optim import build_optimizer, clip_gradients, lr_at, set_lr, swapped_in, update_ema
+from qat_lora.train.objective import Term
+from qat_lora.train.optim import averages_of, build_optimizer, clip_gradients, lr_at, set_lr, swapped_in, update_ema
+from qat_lora.train.state import TrainState
+from qat_lora.train.step import train_step
 from tests.tolerances import ONE_STEP_FLOAT32
 
 
@@ -101,3 +104,23 @@ def test_scales_without_a_learning_rate_are_refused() -> None:
     """Where the learning rate is a tensor, as on XLA, AdamW divides 0 by it: not a number where a gradient is 0."""
     with pytest.raises(ConfigError, match="scale_lr_ratio=0"):
         OptimConfig(scale_lr_ratio=0.0)
+
+
+def test_the_moving_average_follows_the_weights_that_a_step_has_made() -> None:
+    class Sum:
+        total_steps = 4
+
+        def counts(self, batches, *, position):
+            return None
+
+        def losses(self, model, batch, counts, *, step, position):
+            yield Term(model.weight.sum() * batch["input_ids"].sum(), anchor=False)
+
+    model = nn.Linear(3, 2, bias=False)
+    optim = OptimConfig(lr=0.1, warmup_steps=0, ema_decay=0.75)
+    state = TrainState(model, {"w": model.weight}, build_optimizer([model.weight], [], optim))
+    state.ema = averages_of(state.trained)
+    start = model.weight.detach().clone()
+    train_step(state, [{"input_ids": torch.ones(1, 1)}], Sum(), optim, LocalRuntime("cpu"))
+    assert (model.weight - start).abs().min() > 0.05
+    torch.testing.assert_close(state.ema["w"], start.lerp(model.weight.detach(), 0.25))
