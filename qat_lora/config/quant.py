@@ -9,12 +9,10 @@ from qat_lora.errors import ConfigError
 from qat_lora.settings import check_choices
 
 Levels = Literal["balanced", "int", "affine", "ternary", "nf4", "iq4_nl", "lut"]
-
-
 Scales = Literal["channel", "group", "lowrank"]
-
-
 ScaleDtype = Literal["float16", "bfloat16", "float32"]
+
+_ONLY_WIDTH = {"ternary": 2, "nf4": 4, "iq4_nl": 4}  # bits of the grids that have one width; the others have all
 
 
 @dataclass(frozen=True)
@@ -51,11 +49,21 @@ class LinearQuant:
             )
         if self.rank < 1:
             raise ConfigError(f"rank must be a positive number, but quant rank={self.rank}; use 4 to 32.")
-        fixed = {"ternary": 2, "nf4": 4, "iq4_nl": 4}.get(self.levels)
+        fixed = _ONLY_WIDTH.get(self.levels)
         if fixed is not None and self.bits != fixed:
             raise ConfigError(
                 f"levels={self.levels!r} are stored in {fixed} bits, but quant bits={self.bits}; set bits={fixed}."
             )
+
+    @property
+    def has_offset(self) -> bool:
+        """Whether each scale has an offset Z."""
+        return self.levels == "affine"
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether the levels are trained and stored."""
+        return self.levels == "lut"
 
 
 @dataclass(frozen=True)

@@ -7,43 +7,36 @@ import pytest
 import torch
 
 from qat_lora.config import LinearQuant
-from qat_lora.quant import (
-    CodedLinear,
-    QuantLinear,
-    dequantize,
-    fake_quantize,
-    level_values,
-    pack,
-    quantize,
-    unpack,
-)
-from tests.quant.forms import GRIDS, SHAPES, form_name, forms, linear_of, weight_of
+from qat_lora.quant import CodedLinear, QuantLinear, dequantize, fake_quantize, quantize
+from qat_lora.quant.grids import Grid
+from qat_lora.quant.packing import pack, unpack
+from tests.quant.cases import GRIDS, SHAPES, config_name, configs, form_of, linear_of, weight_of
 from tests.reference import quant as oracle
 
 
-@pytest.mark.parametrize("form", forms(), ids=form_name)
-def test_dequantized_codes_equal_fake_quantized_weight_bit_for_bit(form):
+@pytest.mark.parametrize("config", configs(), ids=config_name)
+def test_dequantized_codes_equal_fake_quantized_weight_bit_for_bit(config):
     for out_features, in_features, group_size in SHAPES:
-        form = LinearQuant(form.bits, form.levels, form.scales, group_size, rank=3)
-        layer = QuantLinear.from_linear(linear_of(weight_of(out_features, in_features)), form)
+        config = LinearQuant(config.bits, config.levels, config.scales, group_size, rank=3)
+        layer = QuantLinear.from_linear(linear_of(weight_of(out_features, in_features)), config)
         faked_OI = layer.quantizer(layer.weight)
         codes_OI = layer.quantizer.encode(layer.weight)
-        again_OI = unpack(pack(codes_OI, form.bits), form.bits, in_features)
+        again_OI = unpack(pack(codes_OI, config.bits), config.bits, in_features)
         assert torch.equal(again_OI, codes_OI)
-        parts = (layer.quantizer.scale(), layer.quantizer.levels(), layer.quantizer.offset(), form)
-        assert torch.equal(dequantize(again_OI, *parts), faked_OI)
+        assert torch.equal(dequantize(again_OI, layer.quantizer.form()), faked_OI)
         assert torch.equal(CodedLinear.from_quant_linear(layer).weight, faked_OI)
         assert torch.isfinite(faked_OI).all()
 
 
-@pytest.mark.parametrize("form", forms(), ids=form_name)
-def test_codes_and_weights_equal_the_oracle(form):
+@pytest.mark.parametrize("config", configs(), ids=config_name)
+def test_codes_and_weights_equal_the_oracle(config):
     for out_features, in_features, group_size in [(3, 37, 16), (2, 5, 8), (3, 6, 1)]:
-        form = LinearQuant(form.bits, form.levels, form.scales, group_size, rank=2)
-        quantizer = QuantLinear.from_linear(linear_of(weight_of(out_features, in_features)), form).quantizer
+        config = LinearQuant(config.bits, config.levels, config.scales, group_size, rank=2)
+        quantizer = QuantLinear.from_linear(linear_of(weight_of(out_features, in_features)), config).quantizer
         weight_OI = weight_of(out_features, in_features, seed=1)  # other weights, so that some saturate
-        scale, grid, offset = _arrays(quantizer.scale(), quantizer.levels(), quantizer.offset())
-        is_even_grid = form.levels in ("balanced", "int", "affine", "ternary")
+        form = quantizer.form()
+        scale, grid, offset = _arrays(form.scale_OC(), form.levels_N, form.offset_OG)
+        is_even_grid = config.levels in ("balanced", "int", "affine", "ternary")
         codes = oracle.quantize(weight_OI.numpy(), scale, grid, offset, group_size, is_even_grid)
         rounded = oracle.dequantize(codes, scale, grid, offset, group_size)
         assert np.array_equal(quantizer.encode(weight_OI).numpy(), codes)
@@ -52,7 +45,7 @@ def test_codes_and_weights_equal_the_oracle(form):
 
 @pytest.mark.parametrize(("levels", "bits"), [grid for grid in GRIDS if grid[0] != "lut"])
 def test_grids_are_the_documented_ones(levels, bits):
-    grid_N = level_values(LinearQuant(bits=bits, levels=levels)).numpy()
+    grid_N = Grid.of(LinearQuant(bits=bits, levels=levels)).levels_N.numpy()
     assert np.array_equal(grid_N, oracle.levels(levels, bits))
 
 
@@ -68,47 +61,47 @@ def test_packing_and_unpacking_are_inverses_in_the_documented_layout(bits, colum
 
 
 def test_a_tie_on_an_integer_grid_rounds_half_to_even():
-    form = LinearQuant(bits=4, levels="int")
+    config = LinearQuant(bits=4, levels="int")
     weight_OI = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, -2.5]])
-    faked_OI = fake_quantize(weight_OI, torch.ones(1, 1), level_values(form), None, form)
+    faked_OI = fake_quantize(weight_OI, form_of(config, torch.ones(1, 1)))
     assert torch.equal(faked_OI, torch.tensor([[0.0, 2.0, 2.0, 0.0, -2.0, -2.0]]))
 
 
 @pytest.mark.parametrize(("levels", "bits"), GRIDS)
 def test_a_zero_scale_gives_exactly_the_offset_and_never_nan(levels, bits):
-    form = LinearQuant(bits=bits, levels=levels, group_size=2)
+    config = LinearQuant(bits=bits, levels=levels, group_size=2)
     weight_OI = torch.tensor([[1.0, -2.0, 0.0, 3.0], [0.0, 0.0, 1e30, -1e30]])
     scale_OG = torch.tensor([[0.0, 0.5], [0.0, 0.0]])
-    faked_OI = fake_quantize(weight_OI, scale_OG, level_values(form), None, form)
+    faked_OI = fake_quantize(weight_OI, form_of(config, scale_OG))
     assert torch.equal(faked_OI[:, :2], torch.zeros(2, 2))
     assert torch.isfinite(faked_OI).all()
     offset_OG = torch.tensor([[0.25, -1.0], [0.5, 2.0]])
-    shifted_OI = fake_quantize(weight_OI, scale_OG, level_values(form), offset_OG, form)
+    form = form_of(config, scale_OG, offset_OG)
+    shifted_OI = fake_quantize(weight_OI, form)
     assert torch.equal(shifted_OI[1], torch.tensor([0.5, 0.5, 2.0, 2.0]))
-    codes_OI = quantize(weight_OI, scale_OG, level_values(form), offset_OG, form)
-    assert torch.equal(dequantize(codes_OI, scale_OG, level_values(form), offset_OG, form), shifted_OI)
+    assert torch.equal(dequantize(quantize(weight_OI, form), form), shifted_OI)
 
 
-@pytest.mark.parametrize("form", forms(group_size=8), ids=form_name)
-def test_extreme_weights_stay_finite_and_exact(form):
+@pytest.mark.parametrize("config", configs(group_size=8), ids=config_name)
+def test_extreme_weights_stay_finite_and_exact(config):
     weight_OI = weight_of(6, 20)
     weight_OI[0] = 0  # a row of nothing
     weight_OI[1, :8] = 0  # a group of nothing
     weight_OI[2, 3] = 1e6  # an outlier beyond what a float16 scale can follow
     weight_OI[3] = 1e-12  # below float16's smallest number
     weight_OI[4] = 0.5  # constant
-    layer = QuantLinear.from_linear(linear_of(weight_OI), form)
+    layer = QuantLinear.from_linear(linear_of(weight_OI), config)
     faked_OI = layer.quantizer(layer.weight)
     assert torch.isfinite(faked_OI).all()
     assert torch.equal(CodedLinear.from_quant_linear(layer).weight, faked_OI)
 
 
 def test_a_learned_table_whose_values_crossed_is_still_rounded_to_the_nearest():
-    form = LinearQuant(bits=2, levels="lut", scales="channel")
-    layer = QuantLinear.from_linear(linear_of(weight_of(4, 9)), form)
+    config = LinearQuant(bits=2, levels="lut", scales="channel")
+    layer = QuantLinear.from_linear(linear_of(weight_of(4, 9)), config)
     with torch.no_grad():
         layer.quantizer.levels_N.copy_(torch.tensor([0.5, -1.0, 1.0, -0.25]))
-    scale_O1 = layer.quantizer.scale()
+    scale_O1 = layer.quantizer.form().scale_OC()
     distance_OIN = (layer.weight / scale_O1).unsqueeze(2) - torch.tensor([-1.0, -0.25, 0.5, 1.0])
     nearest_OI = torch.tensor([-1.0, -0.25, 0.5, 1.0])[distance_OIN.abs().argmin(2)]
     assert torch.equal(layer.quantizer(layer.weight), nearest_OI * scale_O1)

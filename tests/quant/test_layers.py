@@ -11,17 +11,17 @@ from torch.nn import functional as F
 
 from qat_lora.config import LinearQuant
 from qat_lora.quant import CodedLinear, QuantLinear
-from tests.quant.forms import form_name, forms, linear_of, weight_of
+from tests.quant.cases import config_name, configs, linear_of, weight_of
 
 
-def _pair(form, out_features=6, in_features=37, bias=True):
-    layer = QuantLinear.from_linear(linear_of(weight_of(out_features, in_features), bias), form)
+def _pair(config, out_features=6, in_features=37, bias=True):
+    layer = QuantLinear.from_linear(linear_of(weight_of(out_features, in_features), bias), config)
     return layer, CodedLinear.from_quant_linear(layer)
 
 
-@pytest.mark.parametrize("form", forms(group_size=16), ids=form_name)
-def test_both_layers_compute_a_linear_of_the_rounded_weight(form):
-    layer, coded = _pair(form)
+@pytest.mark.parametrize("config", configs(group_size=16), ids=config_name)
+def test_both_layers_compute_a_linear_of_the_rounded_weight(config):
+    layer, coded = _pair(config)
     x = torch.randn(2, 3, 37, generator=torch.Generator().manual_seed(0), requires_grad=True)
     y_quant, y_coded = layer(x), coded(x)
     y_dense = F.linear(x, coded.weight, coded.bias)
@@ -32,14 +32,14 @@ def test_both_layers_compute_a_linear_of_the_rounded_weight(form):
     assert torch.allclose(grads[1], grads[2], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("form", forms(group_size=16), ids=form_name)
-def test_state_dicts_round_trip_into_blank_layers(form):
+@pytest.mark.parametrize("config", configs(group_size=16), ids=config_name)
+def test_state_dicts_round_trip_into_blank_layers(config):
     x = weight_of(4, 37, seed=5)
-    for layer in _pair(form):
+    for layer in _pair(config):
         file = io.BytesIO()
         torch.save(layer.state_dict(), file)
         file.seek(0)
-        blank = type(layer)(37, 6, config=form)
+        blank = type(layer)(37, 6, config=config)
         blank.load_state_dict(torch.load(file, weights_only=True))
         assert torch.equal(blank(x), layer(x))
 

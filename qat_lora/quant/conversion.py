@@ -1,46 +1,28 @@
 """Conversions of whole models, in place: Linear -> QuantLinear -> CodedLinear -> Linear.
 
-Owns the walk over a model and the report of what changed. Which Linears to quantise is the caller's list; how
-one layer is converted stands in `linear`. Layers are found wherever they sit, a peft wrapper's ``base_layer``
-included, and a layer reachable by two names stays one layer.
+Each returns the names that it changed. Owns the walk over a model, and what is refused; how one layer is converted
+stands in `layers`, and which Linears to quantise is the caller's list. Layers are found wherever they sit, a peft
+wrapper's ``base_layer`` included, and a layer reachable by two names stays one layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qat_lora.config import LinearQuant, QuantScheme
 from qat_lora.errors import ConfigError, ModelError, did_you_mean
-from qat_lora.quant.linear import CodedLinear, QuantLinear
+from qat_lora.quant.layers import CodedLinear, QuantLinear
 
 QuantPart = Literal["weights", "scales", "luts"]
 
 
-@dataclass(frozen=True)
-class ConversionReport:
-    """What a conversion did.
-
-    Attributes:
-        changed: names of the layers replaced, in the model's order.
-        became: the class they are now.
-    """
-
-    changed: tuple[str, ...]
-    became: str
-
-    def __str__(self) -> str:
-        """One line for a log."""
-        return f"{len(self.changed)} layers became {self.became}"
-
-
 def quantize_model(
     model: nn.Module, scheme: QuantScheme, targets: Mapping[str, str], *, search: bool = True
-) -> ConversionReport:
+) -> tuple[str, ...]:
     """Replace Linears by QuantLinears.
 
     Args:
@@ -49,25 +31,25 @@ def quantize_model(
         targets: name of a Linear -> its role, ``mlp`` or ``attention``.
         search: find the initial scales; False leaves them blank, for a state dict that is loaded next.
     """
-    plan = [(*_find_linear(model, name), _form(scheme, name, role)) for name, role in targets.items()]
-    for name, linear, form in plan:
-        if search and not bool(torch.isfinite(linear.weight).all()):
-            raise ModelError(
-                f"{name} holds weights that are not finite; check the checkpoint that the model came from."
-            )
-        _replace(model, linear, QuantLinear.from_linear(linear, form, search=search))
-    return ConversionReport(tuple(name for name, _, _ in plan), QuantLinear.__name__)
+    plan = [(*_find_linear(model, name), _config_of(scheme, name, role)) for name, role in targets.items()]
+    names = tuple(name for name, _, _ in plan)
+    _check_own_weights(model, names)
+    for name, linear, config in plan:
+        if search:
+            _check_finite(name, linear)
+        _replace(model, linear, QuantLinear.from_linear(linear, config, search=search))
+    return names
 
 
-def freeze_codes(model: nn.Module) -> ConversionReport:
+def freeze_codes(model: nn.Module) -> tuple[str, ...]:
     """Replace every QuantLinear by a CodedLinear of its codes: same outputs, nothing left to train."""
-    return _convert(model, lambda m: CodedLinear.from_quant_linear(m) if isinstance(m, QuantLinear) else None)
+    return _convert(model, (QuantLinear,), CodedLinear.from_quant_linear)
 
 
 @torch.no_grad()
-def to_dense(model: nn.Module) -> ConversionReport:
+def to_dense(model: nn.Module) -> tuple[str, ...]:
     """Replace every QuantLinear and CodedLinear by a Linear of the rounded weight in float32, bit for bit."""
-    return _convert(model, _dense)
+    return _convert(model, (QuantLinear, CodedLinear), _dense)
 
 
 def quant_parameters(model: nn.Module, part: QuantPart) -> dict[str, nn.Parameter]:
@@ -86,32 +68,24 @@ def quant_parameters(model: nn.Module, part: QuantPart) -> dict[str, nn.Paramete
     return found
 
 
-def _dense(module: nn.Module) -> nn.Linear | None:
-    if isinstance(module, QuantLinear):
-        return _linear_of(module, module.quantizer(module.weight))
-    return _linear_of(module, module.weight) if isinstance(module, CodedLinear) else None
-
-
-def _linear_of(layer: nn.Linear, weight_OI: Tensor) -> nn.Linear:
+def _dense(layer: Any) -> nn.Linear:
     dense = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+    weight_OI = layer.quantizer(layer.weight) if isinstance(layer, QuantLinear) else layer.weight
     dense.weight = nn.Parameter(weight_OI.detach())
     if layer.bias is not None:
         dense.bias = nn.Parameter(layer.bias.detach().clone())
     return dense.train(layer.training)
 
 
-def _convert(model: nn.Module, convert: Callable[[nn.Module], nn.Linear | None]) -> ConversionReport:
-    changed: list[str] = []
-    kinds: set[str] = set()
-    names = [name for name, m in model.named_modules() if name and isinstance(m, QuantLinear | CodedLinear)]
+def _convert(
+    model: nn.Module, kinds: tuple[type[nn.Linear], ...], convert: Callable[[Any], nn.Linear]
+) -> tuple[str, ...]:
+    names = tuple(name for name, m in model.named_modules() if name and isinstance(m, kinds))
     for name in names:
         module = model.get_submodule(name)  # one at a time, so that each old weight is freed before the next
-        layer = convert(module)
-        if layer is not None:
-            _replace(model, module, layer)
-            changed.append(name)
-            kinds.add(type(layer).__name__)
-    return ConversionReport(tuple(changed), ", ".join(sorted(kinds)) or "nothing")
+        _check_finite(name, module)
+        _replace(model, module, convert(module))
+    return names
 
 
 def _replace(model: nn.Module, old: nn.Module, layer: nn.Module) -> None:
@@ -135,14 +109,40 @@ def _find_linear(model: nn.Module, name: str) -> tuple[str, nn.Linear]:
     module = modules[name]
     if not isinstance(module, nn.Linear) and f"{name}.base_layer" in modules:
         name, module = f"{name}.base_layer", modules[f"{name}.base_layer"]
-    if not isinstance(module, nn.Linear) or isinstance(module, QuantLinear | CodedLinear):
+    if type(module) is not nn.Linear:  # a subclass may compute something else, which would be lost
         raise ModelError(
             f"{name} is a {type(module).__name__}, and only a plain Linear can be quantised; drop it from the targets."
         )
     return name, module
 
 
-def _form(scheme: QuantScheme, name: str, role: str) -> LinearQuant:
+def _config_of(scheme: QuantScheme, name: str, role: str) -> LinearQuant:
     if role not in ("mlp", "attention"):
-        raise ConfigError(f"{name} has role {role!r}, and a scheme knows 'mlp' and 'attention'; name one of these.")
+        raise ConfigError(f"{name} has role {role!r}, and a scheme knows 'mlp' and 'attention'; give one of these.")
     return scheme.mlp if role == "mlp" else scheme.attention
+
+
+def _check_finite(name: str, layer: nn.Module) -> None:
+    """Refuse a NaN or an infinity: it would round to a finite code, and nobody would see it."""
+    for key, x in layer.state_dict().items():
+        if x.is_floating_point() and not x.is_meta and not bool(torch.isfinite(x).all()):
+            raise ModelError(
+                f"{name} holds weights that are not finite ({key}); check the checkpoint that they came from."
+            )
+
+
+def _check_own_weights(model: nn.Module, names: Sequence[str]) -> None:
+    """Refuse a Parameter that two modules share: each would round and train a copy of it."""
+    owners: dict[int, str] = {}
+    shared: dict[str, str] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            other = owners.setdefault(id(parameter), name)
+            if other != name:
+                shared |= {name: other, other: name}
+    for name in names:
+        if name in shared:
+            raise ModelError(
+                f"{name} and {shared[name]} share one weight, and each would round and train its own copy; "
+                "leave both out of the targets, or separate them in the model."
+            )

@@ -1,4 +1,4 @@
-"""Every form of quantisation and the awkward shapes it is tried on, shared by the tests of this folder."""
+"""Every config of quantisation and the awkward shapes it is tried on, shared by the tests of this folder."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.config import LinearQuant
+from qat_lora.quant import Form
+from qat_lora.quant.grids import Grid
 
 GRIDS = [
     *[(levels, bits) for levels in ("balanced", "int", "affine", "lut") for bits in (2, 3, 4, 8)],
@@ -26,7 +28,7 @@ SHAPES = [  # O, I, g
 ]
 
 
-def forms(group_size: int = 32, rank: int = 3) -> list[LinearQuant]:
+def configs(group_size: int = 32, rank: int = 3) -> list[LinearQuant]:
     """All combinations of grid, width and scale."""
     return [
         LinearQuant(bits=bits, levels=levels, scales=scales, group_size=group_size, rank=rank)
@@ -34,9 +36,16 @@ def forms(group_size: int = 32, rank: int = 3) -> list[LinearQuant]:
     ]
 
 
-def form_name(form: LinearQuant) -> str:
+def config_name(config: LinearQuant) -> str:
     """Short test id."""
-    return f"{form.levels}{form.bits}-{form.scales}"
+    return f"{config.levels}{config.bits}-{config.scales}"
+
+
+def form_of(
+    config: LinearQuant, scale_OC: Tensor, offset_OG: Tensor | None = None, levels_N: Tensor | None = None
+) -> Form:
+    """A form of one scale, with the levels of its config if none are given."""
+    return Form((scale_OC,), Grid.of(config, levels_N).levels_N, offset_OG, config)
 
 
 def weight_of(out_features: int, in_features: int, seed: int = 0) -> Tensor:
