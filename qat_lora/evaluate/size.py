@@ -35,6 +35,8 @@ def size_of(model: nn.Module, *, stored_bits: int) -> Size:
     report = storage(model)
     of_adapters = [p for name, p in model.named_parameters() if ".lora_" in name]
     adapter_bits = sum(p.numel() * p.element_size() * 8 for p in of_adapters)
+    if not report.layers and not of_adapters:  # of any family, then
+        return Size(stored_bits, report.other_parameters * stored_bits // 8)
     modules = dict(model.named_modules())
     quantized = {layer.name for layer in report.layers}
     dense = sum(modules[name].weight.numel() for name in models.target_linears(model) if name not in quantized)

@@ -38,7 +38,7 @@ def verify_export(student: nn.Module, folder: Path, *, adapter: Path | None = No
     reloaded: nn.Module = models.load(str(folder)).model
     if adapter is not None:
         reloaded = adapters.load(reloaded, adapter)
-    ids_BT = probe_ids(models.causal_lm(student).config.vocab_size)
+    ids_BT = probe_ids(models.causal_lm(student).config.get_text_config().vocab_size)
     ours, theirs = probe_logits(student, ids_BT), probe_logits(reloaded, ids_BT)
     difference = (ours - theirs).abs().max().item()
     allowed = 0.0 if exact else MERGE_TOLERANCE * ours.abs().max().item()

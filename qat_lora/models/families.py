@@ -123,10 +123,10 @@ def target_linears(model: nn.Module) -> dict[str, str]:
 
 def role_of(parts: Sequence[str]) -> str | None:
     """``attention`` or ``mlp`` by the parts of a module's name, its own the last; None where they say neither."""
-    *around, own = parts
+    around = parts[:-1]
     if any(word in part for part in around for word in _ATTENTION_WORDS):
         return "attention"
-    is_mlp = own in _MLP_LINEARS or any(word in part for part in around for word in _MLP_WORDS)
+    is_mlp = any(part in _MLP_LINEARS for part in parts) or any(word in part for part in around for word in _MLP_WORDS)
     return "mlp" if is_mlp else None
 
 
@@ -163,5 +163,6 @@ def _stays_exact(name: str, module: nn.Module) -> bool:
     """Whether the weight of a module is small and not to be quantised: routers, norms, embeddings, kernels."""
     if isinstance(module, nn.Embedding | nn.Conv1d) or "norm" in type(module).__name__.lower():
         return True
-    weight = getattr(module, "weight", None)  # a dense MLP may call its gate projection "gate"
-    return name in _ROUTERS and isinstance(weight, Tensor) and weight.shape[0] < weight.shape[1]
+    weight = module._parameters.get("weight")  # and not `weight`, which codes make anew at each access
+    is_small = weight is not None and weight.dim() == 2 and weight.shape[0] < weight.shape[1]
+    return name in _ROUTERS and is_small  # a dense MLP may call its gate projection "gate"

@@ -73,4 +73,30 @@ def test_tensors_of_another_placement_are_refused(teacher_dir) -> None:
 
 def test_nothing_left_to_adapt_is_refused() -> None:
     with pytest.raises(ConfigError, match="no Linear is left"):
-        adapters.placement({"layers.0.self_attn.q_proj": "attention"}, AdapterConfig(mlp_only=True))
+        adapters.adapted_linears({"layers.0.self_attn.q_proj": "attention"}, AdapterConfig(mlp_only=True))
+
+
+def test_attaching_decodes_no_codes(teacher_dir, monkeypatch) -> None:
+    """Peft asks for a layer's weight some 20 times, and each time all codes of the layer were decoded."""
+    model, accesses = frozen_student(teacher_dir), []
+    decode = CodedLinear.weight.fget
+    monkeypatch.setattr(CodedLinear, "weight", property(lambda layer: accesses.append(layer) or decode(layer)))
+    adapted = adapters.attach(model, models.target_linears(model), AdapterConfig(), base_name="tiny")
+    assert not accesses
+    assert {type(m) for m in adapted.modules() if isinstance(m, CodedLinear)} == {CodedLinear}
+    layer = models.causal_lm(adapted).model.layers[0].mlp.up_proj
+    assert torch.equal(layer.base_layer.weight, decode(layer.base_layer)) and accesses, "the weight is there again"
+    assert (layer.lora_A["default"].weight.dtype, layer.lora_A["default"].weight.device.type) == (torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("fused", ["qkv_proj", "query_key_value"])
+def test_keys_that_are_fused_with_queries_are_adapted_and_it_is_said(fused, caplog) -> None:
+    targets = {f"layers.{i}.attn.{name}": "attention" for i in range(2) for name in (fused, "dense")}
+    assert adapters.adapted_linears(targets, AdapterConfig()) == list(targets)
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{fused} holds q, k and v in one matrix, so k is adapted too; --mlp-only adapts none of them"
+    ]
+    caplog.clear()
+    adapters.adapted_linears(targets, AdapterConfig(include_k_proj=True))
+    adapters.adapted_linears({"layers.0.attn.q_proj": "attention"}, AdapterConfig())
+    assert not caplog.records

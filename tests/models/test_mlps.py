@@ -59,6 +59,17 @@ def test_each_mlp_of_a_class_is_judged_by_its_own_activation() -> None:
     assert ["forward" in vars(mlp) for mlp in model] == [True, False]
 
 
+def test_an_mlp_that_is_another_in_bfloat16_is_left_alone() -> None:
+    class WideMLP(Qwen3MLP):
+        def forward(self, x):
+            wide = self.act_fn(self.gate_proj(x).float()) * self.up_proj(x).float()
+            return self.down_proj(wide.to(x.dtype))
+
+    mlp = WideMLP(Qwen3Config(hidden_size=8, intermediate_size=12))
+    use_lean_mlps(mlp)
+    assert "forward" not in vars(mlp)
+
+
 def test_finding_out_draws_no_random_numbers() -> None:
     mlp = Qwen3MLP(Qwen3Config(hidden_size=8, intermediate_size=12))
     before = torch.get_rng_state()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from qat_lora.models.lean.norms import rms_norm, use_lean_norms
@@ -41,8 +44,23 @@ def test_it_keeps_its_input_and_one_number_per_row() -> None:
     ]  # fmt: skip
 
 
-def test_norms_of_another_formula_are_left_alone() -> None:
-    model = torch.nn.ModuleDict({"gemma": GemmaRMSNorm(8), "qwen": Qwen3RMSNorm(8), "layer": torch.nn.LayerNorm(8)})
+@pytest.mark.parametrize("kind", [GemmaRMSNorm, Olmo2RMSNorm, Olmo3RMSNorm, GptOssRMSNorm, torch.nn.LayerNorm])
+def test_norms_of_another_formula_are_left_alone(kind) -> None:
+    """Some are the same function in float32 and round elsewhere in bf16."""
+    model = torch.nn.ModuleList([kind(8)])
     use_lean_norms(model)
-    assert "forward" in vars(model["qwen"])
-    assert "forward" not in vars(model["gemma"]) and "forward" not in vars(model["layer"])
+    assert "forward" not in vars(model[0])
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("kind", [Qwen3RMSNorm, LlamaRMSNorm])
+def test_a_replaced_norm_keeps_its_values_and_each_its_own_eps(kind, dtypes) -> None:
+    x_dtype, weight_dtype = (getattr(torch, name) for name in dtypes)
+    model = torch.nn.ModuleList([kind(8, eps=eps) for eps in (1e-6, 0.5)]).to(weight_dtype)
+    x = torch.randn(4, 8).to(x_dtype)
+    before = [norm(x) for norm in model]
+    use_lean_norms(model)
+    for norm, y in zip(model, before, strict=True):
+        assert "forward" in vars(norm) and norm(x).dtype == y.dtype
+        assert torch.equal(norm(x), y)
+    assert not torch.equal(*before)

@@ -147,7 +147,7 @@ def kept(runtime, ids) -> dict[str, int]:
             use_lean_mlps(model)
         else:
             for layer in model.modules():
-                if type(layer) is adapters.lora._LoraLinear:
+                if type(layer) is adapters.attach._LoraLinear:
                     layer.__class__ = nn.Linear
         runtime.place(model).train()
         hidden_BTH = models.trunk_hidden(model, ids)

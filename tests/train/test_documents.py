@@ -237,7 +237,7 @@ def test_a_model_that_cannot_keep_documents_apart_is_refused_by_build_and_run(
     packed_caches, teacher_dir, texts_file, tmp_path, monkeypatch
 ) -> None:
     plain = models.trunk_hidden
-    monkeypatch.setattr(models, "trunk_hidden", lambda model, ids, positions=None: plain(model, ids))
+    monkeypatch.setattr(models.forward, "trunk_hidden", lambda model, ids, positions=None: plain(model, ids))
     with pytest.raises(ModelError, match="Qwen3ForCausalLM cannot keep documents in one row apart"):
         commands.cache(cache_run(teacher_dir, texts_file, tmp_path / "c", packing="documents"))
     assert not (tmp_path / "c" / "manifest.json").exists()

@@ -47,7 +47,11 @@ def _is_plain_gated_mlp(module: Any) -> bool:
             x = torch.linspace(-9.0, 9.0, 24).view(3, 8)
             small.gate_proj, small.up_proj, small.down_proj = nn.Linear(8, 6), nn.Linear(8, 6), nn.Linear(6, 8)
             small.config, small.act_fn = module.config, module.act_fn
-            return torch.equal(type(module).forward(small, x), _lean_mlp(small, x))
+            for dtype in (torch.float32, torch.bfloat16):
+                small, x = small.to(dtype), x.to(dtype)
+                if not torch.equal(type(module).forward(small, x), _lean_mlp(small, x)):
+                    return False
+            return True
     except (TypeError, AttributeError, RuntimeError):
         return False
 

@@ -9,6 +9,7 @@ activations are bf16 and kept, that is four times the bytes.
 
 from __future__ import annotations
 
+import copy
 from types import MethodType
 from typing import Any
 
@@ -17,6 +18,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from qat_lora.models.lean.products import made_from, without_base
+
+# of activations and of weights, as a model is used
+_DTYPES = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+)
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -27,12 +35,8 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 def use_lean_norms(model: nn.Module) -> None:
     """Let the model's RMS norms be ours, in place, where they are the same function; leave the others."""
-    known: dict[type, bool] = {}
     for module in model.modules():
-        kind = type(module)
-        if kind not in known:
-            known[kind] = kind.__name__.endswith("RMSNorm") and _is_plain_rms_norm(kind)
-        if known[kind]:
+        if type(module).__name__.endswith("RMSNorm") and _is_plain_rms_norm(module):
             module.forward = MethodType(_lean_norm, module)
 
 
@@ -40,16 +44,24 @@ def _lean_norm(module: Any, x: Tensor) -> Tensor:
     return rms_norm(x, module.weight, module.variance_epsilon)
 
 
-def _is_plain_rms_norm(kind: type) -> bool:
-    """Whether a class of norms, tried on a small input, does what `rms_norm` does, bit for bit."""
+def _is_plain_rms_norm(module: nn.Module) -> bool:
+    """Whether a norm with a small weight of its own does what `rms_norm` does, bit for bit, in every mix of dtypes.
+
+    Some families round to bf16 after the weight and not before it: in float32 these are the same function.
+    """
+    small = copy.copy(module)  # its settings, and another weight
+    x, weight_H = torch.linspace(-3.0, 5.0, 256, device="cpu").view(8, 32), torch.linspace(-1.0, 2.0, 32, device="cpu")
     try:
-        with torch.device("cpu"), torch.no_grad():
-            norm: Any = kind(8, eps=0.01)
-            norm.weight.copy_(torch.linspace(-1.0, 2.0, 8))
-            x = torch.linspace(-3.0, 5.0, 24).view(3, 8)
-            return torch.equal(norm(x), rms_norm(x, norm.weight, norm.variance_epsilon))
-    except (TypeError, AttributeError):
+        with torch.no_grad():
+            for x_dtype, weight_dtype in _DTYPES:
+                small._parameters = {"weight": nn.Parameter(weight_H.to(weight_dtype))}
+                y = type(module).forward(small, x.to(x_dtype))
+                ours = _lean_norm(small, x.to(x_dtype))
+                if y.dtype != ours.dtype or not torch.equal(y, ours):
+                    return False
+    except (TypeError, AttributeError, RuntimeError):
         return False
+    return True
 
 
 def _normal(x: Tensor, weight_H: Tensor, inverse: Tensor) -> Tensor:

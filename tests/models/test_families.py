@@ -1,0 +1,168 @@
+"""Twenty families of models, tiny and random, from a folder on disk to an export and back; and those that are refused.
+
+Whatever is known of a family is tried through `models.load`, since a model that is built in memory has passed none of
+its checks.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from qat_lora import adapters, models
+from qat_lora.config import AdapterConfig
+from qat_lora.config.presets import scheme
+from qat_lora.errors import ModelError
+from qat_lora.evaluate import size_of
+from qat_lora.export import export_dequantized, probe_logits, verify_export
+from qat_lora.quant import CodedLinear, freeze_codes, quantize_model
+
+TINY = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+KV, WIDE = {"num_key_value_heads": 1}, {"num_key_value_heads": 1, "head_dim": 8}
+# test name -> transformers' name and settings
+FAMILIES = {
+    "Llama": ("Llama", KV | {"tie_word_embeddings": False}),
+    "Llama tied": ("Llama", KV | {"tie_word_embeddings": True}),
+    "Llama biased": ("Llama", KV | {"attention_bias": True, "mlp_bias": True}),
+    "SmolLM3": ("SmolLM3", KV),
+    "Mistral": ("Mistral", WIDE | {"sliding_window": 5}),
+    "Qwen2": ("Qwen2", KV),
+    "Qwen3": ("Qwen3", WIDE),
+    "Gemma": ("Gemma", WIDE),
+    "Gemma2": ("Gemma2", WIDE),
+    "Gemma3": ("Gemma3Text", WIDE),
+    "Phi": ("Phi", {}),
+    "Phi3": ("Phi3", KV),
+    "GPT-NeoX": ("GPTNeoX", {}),
+    "Falcon": ("Falcon", {"ffn_hidden_size": 24, "bias": True}),
+    "StarCoder2": ("Starcoder2", KV),
+    "OLMo2": ("Olmo2", KV),
+    "Granite": ("Granite", KV | {"logits_scaling": 4.0}),
+    "Cohere": ("Cohere", KV | {"logit_scale": 0.125, "use_qk_norm": True}),
+    "GLM": ("Glm", WIDE),
+    "StableLM": ("StableLm", KV),
+    "OPT": ("OPT", {"ffn_dim": 24, "word_embed_proj_dim": 16}),
+    "LFM2": ("Lfm2", KV | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
+}
+# matrices per layer, where they are not q, k, v, o, gate, up, down
+COUNTS = {
+    "Phi": 6, "Phi3": 4, "GPT-NeoX": 4, "Falcon": 4, "StarCoder2": 6, "GLM": 6, "OPT": 6, "LFM2": 6,
+}  # fmt: skip
+MIXTURE = {"num_experts_per_tok": 1, "num_local_experts": 4}
+REFUSED = {
+    "GPT-2": ("GPT2", {}, r"h\.0\.attn\.c_attn\.weight \(of a Conv1D\) and 7 other matrices .* stay unquantised"),
+    "Qwen3-MoE": (
+        "Qwen3Moe",
+        WIDE | {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 8},
+        r"layers\.0\.mlp\.experts\.gate_up_proj holds the experts of a mixture",
+    ),
+    "Mixtral": ("Mixtral", KV | MIXTURE, r"layers\.0\.mlp\.experts\.gate_up_proj holds the experts of a mixture"),
+    "GPT-OSS": ("GptOss", WIDE | MIXTURE, r"layers\.0\.mlp\.experts\.gate_up_proj holds the experts of a mixture"),
+    "Falcon-H1": (
+        "FalconH1",
+        WIDE | {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_state": 8, "mamba_d_head": 8},
+        r"layers\.0\.mamba\.in_proj\.weight \(of a Linear\) and 3 other matrices",
+    ),
+}
+VISION = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
+
+
+def config_of(name: str, settings: dict) -> transformers.PretrainedConfig:
+    return getattr(transformers, f"{name}Config")(**(TINY | {"vocab_size": VOCAB} | settings))
+
+
+VOCAB = models.identify(models.EMBEDDED).tokenizer_size + 3
+
+
+def saved(config: transformers.PretrainedConfig, folder: Path) -> Path:
+    """A random model of a config with the embedded teacher's tokenizer, as transformers writes them."""
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    model.save_pretrained(folder)
+    for path in models.resolve(models.EMBEDDED).glob("tokenizer*"):
+        shutil.copy(path, folder)
+    return folder
+
+
+def check_whole_way(loaded: models.Loaded, folder: Path) -> dict[str, str]:
+    """Quantise, freeze, export, read back, adapt and measure a loaded model; return its targets."""
+    loaded.check(seq_len=32)
+    model, targets = loaded.model, dict(loaded.targets)
+    quantize_model(model, scheme("q4_g32"), targets)
+    student = probe_logits(model, IDS)
+    assert size_of(model, stored_bits=loaded.stored_bits).bits_per_weight == pytest.approx(4.5, abs=1)
+    freeze_codes(model)
+    assert torch.equal(probe_logits(model, IDS), student)
+    assert sum(isinstance(m, CodedLinear) for m in model.modules()) == len(targets)
+    export_dequantized(model, loaded.tokenizer, folder)
+    assert verify_export(model, folder, exact=True) == 0.0
+    adapted = adapters.attach(model, targets, AdapterConfig(), base_name="tiny")
+    assert torch.equal(probe_logits(adapted, IDS), student)
+    assert set(models.target_linears(adapted)) == {f"base_model.model.{n}.base_layer" for n in names_of(adapted)} | {
+        f"base_model.model.{n}" for n in set(targets) - names_of(adapted)
+    }
+    return targets
+
+
+IDS = torch.arange(40).view(2, 20)
+
+
+def names_of(adapted: nn.Module) -> set[str]:
+    found = {name.split(".lora_A")[0] for name, _ in adapted.named_parameters() if ".lora_A" in name}
+    return {name.removeprefix("base_model.model.") for name in found}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_goes_the_whole_way(name, tmp_path) -> None:
+    family, settings = FAMILIES[name]
+    loaded = models.load(str(saved(config_of(family, settings), tmp_path / "teacher")))
+    matrices = {n for n, p in loaded.model.named_parameters() if p.dim() == 2 and "layers." in n or ".h." in n}
+    targets = check_whole_way(loaded, tmp_path / "export")
+    if name == "LFM2":
+        assert len(targets) == 5 + 7
+    else:
+        assert len(targets) == 2 * COUNTS.get(name, 7)
+    assert {n.rpartition(".")[0] for n in matrices if "norm" not in n and not n.endswith("bias")} == set(targets)
+    assert set(targets.values()) == {"attention", "mlp"}
+
+
+def test_a_vision_tower_stays_as_it_is(tmp_path) -> None:
+    """Though it has more layers than the text decoder, whose training would never move it."""
+    config = transformers.Gemma3Config(
+        text_config=TINY | WIDE | {"vocab_size": VOCAB},
+        vision_config=VISION | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    )
+    loaded = models.load(str(saved(config, tmp_path / "teacher")))
+    assert type(loaded.model).__name__ == "Gemma3ForConditionalGeneration"
+    targets = check_whole_way(loaded, tmp_path / "export")
+    assert len(targets) == 14 and all(name.startswith("model.language_model.layers.") for name in targets)
+    loaded.model.train()
+    assert models.trunk_hidden(loaded.model, IDS).isfinite().all()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_that_is_not_covered_says_which_matrix(name, tmp_path) -> None:
+    family, settings, said = REFUSED[name]
+    loaded = models.load(str(saved(config_of(family, settings), tmp_path)))
+    loaded.check(seq_len=32)  # it can be a teacher
+    with pytest.raises(ModelError, match=said):
+        loaded.targets  # noqa: B018
+    assert size_of(loaded.model, stored_bits=loaded.stored_bits).bits_per_weight == 32
+
+
+def test_a_model_whose_decoder_is_not_found_is_refused(tmp_path) -> None:
+    settings = WIDE | {"num_local_experts": 2, "intermediate_size_mlp": 24}
+    model = transformers.Llama4ForCausalLM(config_of("Llama4Text", settings))
+    with pytest.raises(ModelError, match="Llama4ForCausalLM does not say which part of it is the decoder"):
+        models.check_head(model)
