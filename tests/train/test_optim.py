@@ -14,7 +14,7 @@ from qat_lora.runtime import LocalRuntime
 from qat_lora.train.objective import Term
 from qat_lora.train.optim import averages_of, build_optimizer, clip_gradients, lr_at, set_lr, swapped_in, update_ema
 from qat_lora.train.state import TrainState
-from qat_lora.train.step import train_step
+from qat_lora.train.step import accumulate_gradients, train_step
 from tests.tolerances import ONE_STEP_FLOAT32
 
 
@@ -106,21 +106,36 @@ def test_scales_without_a_learning_rate_are_refused() -> None:
         OptimConfig(scale_lr_ratio=0.0)
 
 
-def test_the_moving_average_follows_the_weights_that_a_step_has_made() -> None:
-    class Sum:
-        total_steps = 4
+class Sum:
+    """An objective: the sum of the weights times that of the batch."""
 
-        def counts(self, batches, *, position):
-            return None
+    total_steps = 4
 
-        def losses(self, model, batch, counts, *, step, position):
-            yield Term(model.weight.sum() * batch["input_ids"].sum(), anchor=False)
+    def counts(self, batches, *, position):
+        return None
 
+    def losses(self, model, batch, counts, *, step, position):
+        yield Term(model.weight.sum() * batch["input_ids"].sum(), anchor=False)
+
+
+def linear(optim: OptimConfig) -> TrainState:
     model = nn.Linear(3, 2, bias=False)
+    return TrainState(model, {"w": model.weight}, build_optimizer([model.weight], [], optim))
+
+
+def test_the_moving_average_follows_the_weights_that_a_step_has_made() -> None:
     optim = OptimConfig(lr=0.1, warmup_steps=0, ema_decay=0.75)
-    state = TrainState(model, {"w": model.weight}, build_optimizer([model.weight], [], optim))
+    state = linear(optim)
     state.ema = averages_of(state.trained)
-    start = model.weight.detach().clone()
+    start = state.trained["w"].detach().clone()
     train_step(state, [{"input_ids": torch.ones(1, 1)}], Sum(), optim, LocalRuntime("cpu"))
-    assert (model.weight - start).abs().min() > 0.05
-    torch.testing.assert_close(state.ema["w"], start.lerp(model.weight.detach(), 0.25))
+    made = state.trained["w"].detach()
+    assert (made - start).abs().min() > 0.05
+    torch.testing.assert_close(state.ema["w"], start.lerp(made, 0.25))
+
+
+def test_the_loss_is_multiplied_by_the_ranks_whose_mean_is_taken() -> None:
+    state, runtime = linear(OptimConfig()), LocalRuntime("cpu")
+    runtime.world_size = 3
+    accumulate_gradients(state, [{"input_ids": torch.full((1, 2), 5)}] * 2, Sum(), runtime, first_position=0)
+    assert torch.equal(state.trained["w"].grad, torch.full((2, 3), 3.0 * 2 * 10))
