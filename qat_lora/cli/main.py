@@ -116,7 +116,7 @@ def _cache(args: argparse.Namespace) -> None:
     what = f"rows of {manifest.seq_len} tokens, {manifest.kept}"
     if run.part_of == (1, 1):
         print(f"{run.output}: {manifest.rows} {what}")
-        return
+        return _hint(f"qat --cache-dir {run.output}")
     there = sum(shard.rows for shard in manifest.shards)
     print(
         f"{run.output}: part {run.part}, {there} of {manifest.rows} {what}; "
@@ -127,13 +127,16 @@ def _cache(args: argparse.Namespace) -> None:
 def _qat(args: argparse.Namespace) -> None:
     from qat_lora.cli import commands
 
-    _print_result(commands.qat(run_from(args, QatRun), launch=launch_of(args)))  # type: ignore[arg-type]
+    run: Any = run_from(args, QatRun)
+    best = _print_result(commands.qat(run, launch=launch_of(args)))
+    _hint(f"recover --checkpoint {best} --cache-dir {run.cache_dir}")
 
 
 def _recover(args: argparse.Namespace) -> None:
     from qat_lora.cli import commands
 
-    _print_result(commands.recover(run_from(args, RecoveryRun), launch=launch_of(args)))  # type: ignore[arg-type]
+    best = _print_result(commands.recover(run_from(args, RecoveryRun), launch=launch_of(args)))  # type: ignore[arg-type]
+    _hint(f"eval --checkpoint {best} --data HELD_OUT_TEXT")
 
 
 def _eval(args: argparse.Namespace) -> None:
@@ -146,6 +149,8 @@ def _eval(args: argparse.Namespace) -> None:
     rich_print(fidelity_table(rows))  # before it is written: a full disk loses nothing
     replaced = write_fidelity(path, rows)
     print(f"written to {path}" + (f", in the place of earlier rows: {', '.join(replaced)}" if replaced else ""))
+    if checkpoint := rows[-1].checkpoint:
+        _hint(f"export --checkpoint {checkpoint} --output NEW_FOLDER")
 
 
 def _export(args: argparse.Namespace) -> None:
@@ -168,16 +173,24 @@ def _demo(args: argparse.Namespace) -> None:
     )
 
 
-def _print_result(result: Any) -> None:
+def _print_result(result: Any) -> Path:
     from qat_lora.cli.progress import IS_FIRST_RANK
 
-    state = result.state
-    if not IS_FIRST_RANK:
-        return
-    print(
-        f"{result.best}: held-out KL {state.best_kl:.4f} after {state.best_step} steps "
-        f"({state.first_kl:.4f} before the first, {state.last_kl:.4f} after the last)"
-    )
+    state, best = result.state, result.best
+    if IS_FIRST_RANK:
+        print(
+            f"{best}: held-out KL {state.best_kl:.4f} after {state.best_step} steps "
+            f"({state.first_kl:.4f} before the first, {state.last_kl:.4f} after the last)"
+        )
+    return Path(best)
+
+
+def _hint(command: str) -> None:
+    """Name the command that comes next, for a person who follows the steps."""
+    from qat_lora.cli.progress import IS_FIRST_RANK
+
+    if IS_FIRST_RANK:
+        print(f"next: qat-lora {command}")
 
 
 class _AboveBars(logging.Handler):

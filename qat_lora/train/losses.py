@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import io
 import logging
 import math
@@ -56,10 +57,17 @@ class LogHook:
     """Reads the loss every so often, writes it down, and stops a run whose loss is no number."""
 
     def __init__(
-        self, losses: LossLog, speed: SpeedHook, runtime: Runtime, *, every: int, remedy: str = "lower --lr"
+        self,
+        losses: LossLog,
+        speed: SpeedHook,
+        runtime: Runtime,
+        *,
+        every: int,
+        total: int = 0,
+        remedy: str = "lower --lr",
     ) -> None:
-        """Log every `every` steps; `remedy` is what to do about a loss that is no number."""
-        self.every = every
+        """Log every `every` of `total` steps; `remedy` is what to do about a loss that is no number."""
+        self.every, self._total = every, total
         self._losses, self._speed, self._runtime, self._remedy = losses, speed, runtime, remedy
         self._logged_step, self._logged_seconds = 0, 0.0
 
@@ -82,8 +90,13 @@ class LogHook:
         elapsed = self._speed.elapsed()  # the device has come to this step, or there would be no loss
         seconds_per_step = (elapsed - self._logged_seconds) / (info.step - self._logged_step)
         self._logged_step, self._logged_seconds = info.step, elapsed
-        log.info("step %d loss %.4f |g| %.3g lr %.3g %.3f s", info.step, loss, norm, info.lr, seconds_per_step)
         tokens = info.tokens * self._runtime.world_size
+        tokens_per_second = f"{tokens / max(1e-9, seconds_per_step):,.0f}"
+        left = datetime.timedelta(seconds=round(seconds_per_step * max(0, self._total - info.step)))
+        log.info(
+            "step %d/%d loss %.4f |g| %.3g lr %.3g %.3f s, %s tokens/s, %s left",
+            info.step, self._total, loss, norm, info.lr, seconds_per_step, tokens_per_second, left,
+        )  # fmt: skip
         self._losses.add(step=info.step, loss=loss, grad_norm=norm, lr=info.lr, tokens=tokens, seconds=seconds_per_step)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from qat_lora import adapters, models
 from qat_lora.config import QatRun, QuantScheme, RecoveryRun
 from qat_lora.errors import DiskFull
-from qat_lora.evaluate import cached_kl
+from qat_lora.evaluate import cached_kl, size_of
 from qat_lora.files import write_json
 from qat_lora.quant import freeze_codes
 from qat_lora.runtime import Runtime
@@ -97,6 +97,7 @@ def _fit(opening: Opening, student: Student, extra_hooks: Sequence[Hook]) -> Run
     run, runtime, output = opening.run, opening.runtime, opening.run.output
     manifest = opening.cache.manifest
     check_ranks_agree(opening, student.model)
+    _say_what_is_trained(opening, student)
     models.place(student.model, runtime)
     tensors = student_tensors(student.model)  # before the layers are made one, under their plain names
     state = _state(opening, student)
@@ -132,6 +133,24 @@ def _fit(opening: Opening, student: Student, extra_hooks: Sequence[Hook]) -> Run
         write_loss_png(output / "loss.png", losses.rows, title=f"{run.command} ({output.name})")
     runtime.barrier("end")  # nobody leaves while rank 0 still writes
     return RunResult(best, losses, state)
+
+
+def _say_what_is_trained(opening: Opening, student: Student) -> None:
+    run, runtime, rows = opening.run, opening.runtime, len(opening.train_rows)
+    size = size_of(student.model, stored_bits=opening.loaded.stored_bits)
+    adapter = f" + {size.adapter_bits:.2f} of adapters" if size.adapter_bits else ""
+    log.info(
+        "%s: %.2f bits per weight%s; cache %s: %s rows of %d tokens to train on, %s held out",
+        f"preset {run.preset}" if isinstance(run, QatRun) else f"student {run.checkpoint}",
+        size.bits_per_weight - size.adapter_bits, adapter, run.cache_dir,
+        f"{rows:,}", opening.cache.manifest.seq_len, f"{len(opening.held_out_rows):,}",
+    )  # fmt: skip
+    of_a_step = run.loop.batch_size * run.loop.accumulation_steps * runtime.world_size * runtime.devices
+    if rows < of_a_step:
+        log.warning(
+            "a step takes %d rows, but the cache has only %d to train on, so rows repeat within a step; lower "
+            "--batch-size, or build a larger cache", of_a_step, rows,
+        )  # fmt: skip
 
 
 def _state(opening: Opening, student: Student) -> TrainState:
@@ -177,7 +196,7 @@ def _hooks(
 
     remedy = f"{another_run(run)} and a lower --lr"
     return [
-        LogHook(losses, speed, runtime, every=loop.log_every, remedy=remedy),
+        LogHook(losses, speed, runtime, every=loop.log_every, total=loop.max_steps, remedy=remedy),
         EvalHook(evaluate, losses, save_best, speed, runtime, every=loop.eval_every),
         CheckpointHook(save, speed, runtime, every=loop.save_every, remedy=remedy),
         MemoryHook(output / "memory.jsonl", runtime, level=run.execution.mem_debug, every=loop.log_every),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -113,6 +114,30 @@ def test_the_rows_are_the_models_they_say_they_are(tmp_path, trained, teacher_di
     expected = measure_rows(settings, LocalRuntime("cpu"), loaded.model, teacher_again, loaded)[-1]
     assert (rtn["kl"], rtn["perplexity"]) == (expected.kl, expected.perplexity)
     assert rtn["kl"] != qat["kl"]
+
+
+def test_a_run_says_what_it_trains_how_far_it_is_and_what_comes_next(tmp_path, cache_dir, capsys, caplog) -> None:
+    command = f"qat --cache-dir {cache_dir} --output {tmp_path}/qat --max-steps 2 --log-every 1 --device cpu"
+    with caplog.at_level("INFO"):
+        run(f"{command} --batch-size 8 --accumulation-steps 16")
+    said = caplog.text
+    rows = re.search(r": (\d+) rows of 24 tokens to train on, (\d+) held out", said)
+    assert f"preset q2_g32: 2.73 bits per weight; cache {cache_dir}: " in said
+    assert rows and int(rows[1]) + int(rows[2]) == 87
+    assert f"a step takes 128 rows, but the cache has only {rows[1]} to train on" in said
+    assert re.search(r"step 1/2 loss .* s, [\d,]+ tokens/s, 0:00:0\d left", said)
+    assert f"next: qat-lora recover --checkpoint {tmp_path}/qat/best.pt --cache-dir {cache_dir}" in (
+        capsys.readouterr().out
+    )
+
+
+def test_the_commands_that_are_named_as_next_are_commands(tmp_path, trained, text_file, capsys) -> None:
+    shutil.copytree(trained.parent, tmp_path / "qat")
+    command = f"eval --checkpoint {tmp_path}/qat/best.pt --data {text_file} --max-rows 1 --no-rtn {CPU}"
+    run(command)
+    line = re.search(r"^next: qat-lora (.*)$", capsys.readouterr().out, re.MULTILINE)[1]
+    run(line.replace("NEW_FOLDER", f"{tmp_path}/export") + " --quiet")
+    assert (tmp_path / "export" / "README.md").is_file()
 
 
 def test_a_stride_counts_every_token(tmp_path, teacher_dir, text_file) -> None:
