@@ -19,6 +19,9 @@ Store = Literal["topk", "sampled", "full"]
 Anneal = Literal["none", "linear", "cosine"]
 
 
+LossOn = Literal["all", "answers"]
+
+
 @dataclass(frozen=True)
 class KDConfig:
     """What the student is asked to match, and how much each part weighs."""
@@ -30,6 +33,9 @@ class KDConfig:
     hard_weight: float = setting(0.0, "weight of cross entropy against the teacher's most probable token")
     hard_anneal: Anneal = setting("none", "how the hard weight falls to 0 over the run")
     ce_alpha: float = setting(0.0, "share of next-token cross entropy: (1 - alpha) * KD + alpha * CE")
+    loss_on: LossOn = setting(
+        "all", "answers: count only predictions of tokens that an assistant wrote, for a cache of chats; all: every one"
+    )
     anchor_kl_weight: float = setting(0.0, "weight of the KL to the model's own start on fixed anchor rows")
     anchor_samples: int = setting(32, "how many anchor rows")
     chunk_tokens: int = setting(256, "tokens whose logits exist at once in the loss")

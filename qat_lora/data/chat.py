@@ -17,6 +17,7 @@ it. A training text is right where it is this prompt and this answer:
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Sequence
@@ -136,8 +137,13 @@ class ChatRenderer:
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"return_offsets_mapping": True},
         )
-        offsets = zip(found["offset_mapping"], found["assistant_masks"], strict=True)
-        return tuple((begin, end) for (begin, end), is_answer in offsets if is_answer)
+        spans = []
+        tokens = zip(found["assistant_masks"], found["offset_mapping"], strict=True)
+        for is_answer, run in itertools.groupby(tokens, key=lambda token: token[0]):
+            offsets = [offset for _, offset in run]
+            if is_answer:
+                spans.append((offsets[0][0], offsets[-1][1]))
+        return tuple(spans)
 
     def _compared(self, messages: Sequence[Message], text: str, thinking: bool, place: str) -> Spans:
         """Where the answers stand, as prompts and longer chats show that begin like the text.

@@ -13,8 +13,8 @@ from qat_lora.kd import (
     Target,
     TargetSpec,
     chunked_head_loss,
+    counted_masks,
     distillation,
-    position_mask,
     targets,
 )
 from qat_lora.runtime import Runtime
@@ -28,8 +28,9 @@ def cached_kl(
     *,
     runtime: Runtime,
     chunk_tokens: int,
+    answers_only: bool = False,
 ) -> float:
-    """Mean KL(teacher || student) in nats per token at T = 1 over all positions.
+    """Mean KL(teacher || student) in nats per token at T = 1, over all positions or those that predict an answer.
 
     With candidates, the teacher's tail is one bucket: a lower bound of the full KL, equal to it where the cache holds
     the whole vocabulary. With draws, an estimate without bias. Leaves the model's mode as it was and uses no random
@@ -41,7 +42,7 @@ def cached_kl(
     runtime.mark_step("set-up")  # the sums are data from here on, so that the first batch is like the others
     for batch in runtime.wrap_loader(batches):
         target = targets(batch, 1.0, spec)
-        mask_S = position_mask(batch["length"], batch["input_ids"].shape[1]).flatten()
+        mask_S = counted_masks(batch, answers_only=answers_only)[0].flatten()
         hidden_SH, head = models.hidden_and_head(
             model, batch["input_ids"], runtime, position_ids_BT=batch.get("position_ids")
         )

@@ -14,7 +14,7 @@ from qat_lora.kd.losses import (
     soft_ce,
     sparse_kl,
 )
-from qat_lora.kd.targets import TargetSpec, label_mask, next_tokens, position_mask, targets
+from qat_lora.kd.targets import TargetSpec, counted_masks, label_mask, next_tokens, position_mask, targets
 from qat_lora.models import Head
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "distillation",
     "hard_top1",
     "kd_soft_ce",
+    "counted_masks",
     "label_mask",
     "next_tokens",
     "next_token_ce",

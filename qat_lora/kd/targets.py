@@ -110,6 +110,19 @@ def label_mask(lengths_B: Tensor, seq_len: int, position_ids_BT: Tensor | None =
     return known_BT if position_ids_BT is None else known_BT & (next_tokens(position_ids_BT) != 0)
 
 
+def counted_masks(batch: Mapping[str, Tensor], *, answers_only: bool = False) -> tuple[Tensor, Tensor]:
+    """Return which positions ``[B, T]`` count against the teacher, and which against the next token.
+
+    With `answers_only` both are those whose next token is an answer's, as the batch's ``answer`` ``[B, T]`` says.
+    """
+    row_length = batch["input_ids"].shape[1]
+    has_label_BT = label_mask(batch["length"], row_length, batch.get("position_ids"))
+    if not answers_only:
+        return position_mask(batch["length"], row_length), has_label_BT
+    counted_BT = has_label_BT & (next_tokens(batch["answer"]) != 0)
+    return counted_BT, counted_BT
+
+
 def next_tokens(input_ids_BT: Tensor) -> Tensor:
     """Return the labels ``[B, T]``, the token after each (`label_mask` drops the last, which has none)."""
     return torch.cat([input_ids_BT[:, 1:], input_ids_BT[:, -1:]], dim=1)

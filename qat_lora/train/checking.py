@@ -97,7 +97,7 @@ def the_start_can_be_read(opening: Opening) -> None:
 def the_cache_has_what_the_loss_needs(opening: Opening) -> None:
     """Its store, temperatures, row length and candidates."""
     cache, kd = opening.cache, opening.run.kd
-    check_serves(cache.manifest.target_spec, kd)
+    check_serves(cache.manifest.target_spec, kd, has_answers=getattr(cache.manifest, "answers", False))
     cache.require(temperature=kd.temperature, seq_len=kd.seq_len or None, top_k=kd.top_k or None)
 
 

@@ -23,12 +23,11 @@ from qat_lora.kd import (
     SparseTarget,
     TargetSpec,
     chunked_head_loss,
+    counted_masks,
     distillation,
     hard_top1,
-    label_mask,
     next_token_ce,
     next_tokens,
-    position_mask,
     sparse_kl,
     targets,
 )
@@ -102,11 +101,11 @@ class KDObjective:
 
     def counts(self, batches: list[Batch], *, position: int) -> Counts:
         """Global counts of one optimizer step whose first micro-batch is `position`, without a host read."""
-        positions, labels = (torch.stack([_masks(b)[kind].sum() for b in batches]).sum() for kind in (0, 1))
+        positions, labels = (torch.stack([self._masks(b)[kind].sum() for b in batches]).sum() for kind in (0, 1))
         anchors = torch.zeros_like(positions)
         if self.anchor is not None:
             parts = [self._anchor_rows(b, position + i) for i, b in enumerate(batches)]
-            anchors = torch.stack([_masks(part)[0].sum() for part in parts]).sum()
+            anchors = torch.stack([counted_masks(part)[0].sum() for part in parts]).sum()
         local = torch.stack([positions, labels, anchors]).float()
         return Counts(*self.runtime.all_reduce_sum(local).clamp(min=1.0).unbind())
 
@@ -123,11 +122,14 @@ class KDObjective:
         factor = {"none": 1.0, "linear": 1.0 - share, "cosine": 0.5 * (1.0 + math.cos(math.pi * share))}
         return self.kd.hard_weight * factor[self.kd.hard_anneal]
 
+    def _masks(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        return counted_masks(batch, answers_only=self.kd.loss_on == "answers")
+
     def _kd_loss(self, model: nn.Module, batch: Batch, counts: Counts, step: int) -> Tensor:
         kd, alpha = self.kd, self.kd.ce_alpha
         hard_weight = self.runtime.scalar(self.hard_weight_at(step))
         target = targets(batch, kd.temperature, self.spec, top_k=kd.top_k or None)
-        mask_S, label_mask_S = (mask.flatten() for mask in _masks(batch))
+        mask_S, label_mask_S = (mask.flatten() for mask in self._masks(batch))
         labels_S = next_tokens(batch["input_ids"]).flatten()
 
         kind = type(target)
@@ -164,7 +166,7 @@ class KDObjective:
                 sparse_kl(logits_CV, SparseTarget(*of_start), mask_C, temperature=1.0, picked_SK=picked).total / anchors
             )
 
-        rows = (*target, _masks(part)[0].flatten())
+        rows = (*target, counted_masks(part)[0].flatten())
         return self._through_head(model, part, chunk_loss, rows, (counts.anchors,), target[0])
 
     def _anchor_rows(self, batch: Batch, position: int) -> Batch:
@@ -194,8 +196,13 @@ class KDObjective:
         )
 
 
-def check_serves(spec: TargetSpec, kd: KDConfig) -> None:
-    """Raise ConfigError where the loss needs the most probable tokens, and the cache has draws."""
+def check_serves(spec: TargetSpec, kd: KDConfig, *, has_answers: bool) -> None:
+    """Raise ConfigError where the loss needs the most probable tokens or the answers, and the cache lacks them."""
+    if kd.loss_on == "answers" and not has_answers:
+        raise ConfigError(
+            "loss_on='answers' needs to know which tokens an assistant wrote, which this cache does not tell; build it "
+            "from chats (alpaca, sharegpt or messages) with this version, or use --loss-on all."
+        )
     if spec.store != "sampled":
         return
     if kd.hard_weight:
@@ -208,10 +215,3 @@ def check_serves(spec: TargetSpec, kd: KDConfig) -> None:
             f"support={kd.support!r} needs the teacher's most probable tokens, which a cache with store='sampled' does "
             "not tell; use support='full', or build a cache with --store topk."
         )
-
-
-def _masks(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Which positions [B, T] have a cached target, and which a next token."""
-    row_length = batch["input_ids"].shape[1]
-    has_label_BT = label_mask(batch["length"], row_length, batch.get("position_ids"))
-    return position_mask(batch["length"], row_length), has_label_BT

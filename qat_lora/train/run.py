@@ -183,7 +183,12 @@ def _hooks(
     def evaluate(state: TrainState) -> float:
         batches = held_out.eval_batches(loop.batch_size * runtime.devices, rows=loop.eval_rows)
         return cached_kl(
-            state.model, batches, held_out.manifest.target_spec, runtime=runtime, chunk_tokens=run.kd.chunk_tokens
+            state.model,
+            batches,
+            held_out.manifest.target_spec,
+            runtime=runtime,
+            chunk_tokens=run.kd.chunk_tokens,
+            answers_only=run.kd.loss_on == "answers",
         )
 
     def save_best(state: TrainState) -> None:

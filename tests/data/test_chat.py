@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -138,3 +139,79 @@ def test_a_chat_that_the_template_refuses_is_named_with_its_roles():
         texts(template, "think", ANSWER, QUESTION)
     with pytest.raises(DataError, match="refuses a.jsonl:7"):
         texts("{{ messages[0].content + 3 }}", "think", QUESTION)
+
+
+# As the template above, with the mark that transformers knows for what an assistant writes.
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}{% else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}"
+    "{% endfor %}" + PROMPT + NO_THINK + "{% endif %}"
+)
+BARE_TURN = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}" + (
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+SECOND, THIRD = {"role": "user", "content": "And?"}, {"role": "assistant", "content": "Hi. Hi"}
+
+
+def answers(text):
+    return [str(text)[begin:end] for begin, end in text.answers]
+
+
+@pytest.mark.parametrize("mode", ["no-think", "think"])
+@pytest.mark.parametrize("template", [IGNORING, IN_PROMPT, IN_ANSWER, MARKED])
+def test_answers_are_what_an_assistant_writes_and_the_end_of_its_turn(template, mode):
+    (text,) = texts(template, mode, {"role": "system", "content": "Hi."}, QUESTION, ANSWER, SECOND, THIRD)
+    block = "<think>\n\n</think>\n\n" if template == IN_ANSWER and mode == "think" else ""
+    assert answers(text) == ["Hi." + EOS, block + "Hi. Hi" + EOS]
+    assert text.answers[1][1] == len(text)
+    (text,) = texts(template, mode, QUESTION, TAGGED)
+    thought = "<think>\nHm.\n</think>\n\n" if mode == "think" else ""
+    assert answers(text) == [thought + "Hi." + EOS]
+    assert [answers(text) for text in texts(template, mode, QUESTION)] == [[]]
+
+
+def test_earlier_answers_are_found_where_the_template_drops_their_reasoning():
+    (text,) = texts(IN_ANSWER, "think", QUESTION, THOUGHT, SECOND, THOUGHT)
+    assert answers(text) == ["Hi." + EOS, "<think>\nHm.\n</think>\n\nHi." + EOS]
+
+
+def test_white_space_that_ends_a_turn_belongs_to_the_answer():
+    (text,) = texts(BARE_TURN, "think", QUESTION, ANSWER, SECOND, THIRD)
+    assert answers(text) == ["Hi.\n", "Hi. Hi\n"]
+
+
+def test_an_answer_that_a_template_does_not_show_is_left_out_and_said_once(caplog):
+    unstable = "{{ messages | length }}{% for m in messages %}" + TURN + "{% endfor %}"
+    renderer = ChatRenderer(tokenizer(unstable), "think")
+    for _ in range(2):
+        (text,) = renderer.texts([QUESTION, ANSWER], "a.jsonl:7")
+        assert text.answers == ()
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1 and "does not show which part of a.jsonl:7 is answer 2" in said[0]
+
+
+def test_a_mask_by_hand(tmp_path):
+    """Tokens of the answers, each with its end of turn: by the template, joined plainly, and in rows."""
+    words = ["<|im_end|>", "<|im_start|>", "user", "assistant", "Hi", "Ho", "And"]
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)} | {"?": 7}, "?"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=EOS, unk_token="?", additional_special_tokens=["<|im_start|>"]
+    )
+    rows = [("user", "And"), ("assistant", "Hi Ho"), ("user", "Hi"), ("assistant", "Ho")]
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in rows]}))
+    for template in (IN_PROMPT, MARKED):
+        made.chat_template = template
+        found = pack(read_texts(str(path), SourceConfig(chat_template="think"), made), made, 10)
+        assert found.input_ids_RT.tolist() == [[1, 2, 6, 0, 1, 3, 4, 5, 0, 1], [2, 4, 0, 1, 3, 5, 0, 0, 0, 0]]
+        assert found.answer_RT.astype(int).tolist() == [[0, 0, 0, 0, 0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 1, 1, 0, 0, 0]]
+    plain = pack(read_texts(str(path), SourceConfig(), made), made, 8)
+    assert plain.input_ids_RT.tolist() == [[6, 4, 5, 4, 5, 0, 0, 0]]
+    assert plain.answer_RT.astype(int).tolist() == [[0, 1, 1, 0, 1, 1, 0, 0]]
+    assert plain.digest() != dataclasses.replace(plain, answer_RT=None).digest()
+    path.write_text(json.dumps({"text": "Hi Ho"}))
+    assert pack(read_texts(str(path), SourceConfig(), made), made, 8).answer_RT is None
+    path.write_text('{"text": "Hi"}\n' + json.dumps({"instruction": "And", "output": "Ho"}))
+    mixed = pack(read_texts(str(path), SourceConfig(), made), made, 8)
+    assert mixed.answer_RT.astype(int).tolist() == [[0, 0, 0, 1, 1, 0, 0, 0]], "a text has no answers"

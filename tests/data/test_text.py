@@ -190,3 +190,9 @@ def test_a_malformed_hub_spec(spec):
 def test_without_the_extra_the_error_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "pip install 'qat_lora[hf]'" in refused("hf:me/some")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
+    (tmp_path / "a.txt").write_text("one", encoding="utf-8-sig")
+    (tmp_path / "b.jsonl").write_text('{"text": "two"}\n', encoding="utf-8-sig")
+    assert list(read_texts(str(tmp_path))) == ["one", "two"]

@@ -13,13 +13,15 @@ from qat_lora import models
 from qat_lora.cache import KDCacheDataset
 from qat_lora.config import KDConfig
 from qat_lora.config.presets import scheme
+from qat_lora.errors import ConfigError
+from qat_lora.evaluate import cached_kl
 from qat_lora.runtime import LocalRuntime
 from qat_lora.train.anchor import build_anchor
-from qat_lora.train.objective import Anchor, KDObjective
+from qat_lora.train.objective import Anchor, KDObjective, check_serves
 from qat_lora.train.student import round_to_nearest
 from tests.conftest import SEQ_LEN
 from tests.reference import kd as reference
-from tests.tolerances import ORACLE_FLOAT32
+from tests.tolerances import ORACLE_FLOAT32, REORDERED_GRADIENT_SHARE, assert_close_to_largest
 
 
 def objective_of(kd: KDConfig, total_steps: int) -> KDObjective:
@@ -48,13 +50,14 @@ def test_the_hard_weight_is_annealed_over_the_run_and_stays_at_its_end(anneal, s
         KDConfig(temperature=2.0, top_k=5, support="candidates"),
         KDConfig(top_k=5, hard_weight=0.6, hard_anneal="linear"),
         KDConfig(ce_alpha=0.3),
+        KDConfig(ce_alpha=0.3, loss_on="answers"),
         KDConfig(anchor_kl_weight=0.5, anchor_samples=4),
         KDConfig(
             temperature=2.0, top_k=5, hard_weight=0.6, hard_anneal="linear", ce_alpha=0.3, anchor_kl_weight=0.5,
             anchor_samples=4,
         ),
     ],
-    ids=["kd", "tail", "candidates", "hard", "ce", "anchor", "all"],
+    ids=["kd", "tail", "candidates", "hard", "ce", "answers", "anchor", "all"],
 )  # fmt: skip
 def test_the_objective_is_its_formula(kd, teacher_dir, other_teacher_dir, cache_dir, runtime) -> None:
     """(1 - alpha) * (KD + w_hard * hard) + alpha * CE + w_anchor * KL to the anchor, each a mean of its own."""
@@ -63,6 +66,8 @@ def test_the_objective_is_its_formula(kd, teacher_dir, other_teacher_dir, cache_
     round_to_nearest(student, scheme("q2_g32"))
     batch = next(dataset.batches(2))
     batch["length"][0] = 5
+    batch["answer"] = torch.zeros_like(batch["input_ids"])
+    batch["answer"][0, [0, 3, 4, 5]] = batch["answer"][1, [7, SEQ_LEN - 1]] = 1  # nothing predicts the first, padding
     anchor = None
     if kd.anchor_kl_weight:
         start = models.load(str(other_teacher_dir)).model
@@ -81,6 +86,10 @@ def test_the_objective_is_its_formula(kd, teacher_dir, other_teacher_dir, cache_
     mask = (np.arange(SEQ_LEN) < batch["length"].numpy()[:, None]).ravel()
     label_mask = (np.arange(SEQ_LEN) + 1 < batch["length"].numpy()[:, None]).ravel()
     labels = np.roll(batch["input_ids"].numpy(), -1, axis=1).ravel()
+    if kd.loss_on == "answers":
+        mask = np.zeros(2 * SEQ_LEN, dtype=bool)
+        mask[[2, 3, SEQ_LEN + 6, 2 * SEQ_LEN - 2]] = True
+        label_mask = mask
     k = kd.top_k or theirs.shape[1]
     ids = [reference.top_k(row, k)[0] for row in theirs]
     logprobs = [
@@ -91,7 +100,8 @@ def test_the_objective_is_its_formula(kd, teacher_dir, other_teacher_dir, cache_
     hard, _ = reference.label_ce(ours, [top[0] for top in ids], mask)
     weight = kd.hard_weight * (1 - 3 / 12 if kd.hard_anneal == "linear" else 1)
     ce, label_count = reference.label_ce(ours, labels, label_mask)
-    assert (positions, label_count) == (5 + SEQ_LEN, 4 + SEQ_LEN - 1)
+    wanted = (5 + SEQ_LEN, 4 + SEQ_LEN - 1) if kd.loss_on == "all" else (4, 4)
+    assert (positions, label_count) == wanted
     expected = (1 - kd.ce_alpha) * (distilled + weight * hard) / positions + kd.ce_alpha * ce / label_count
     if kd.anchor_kl_weight:  # micro-batch 1 of two rows: the third and the fourth anchor row, which has two tokens
         rows = torch.stack([dataset[row]["input_ids"] for row in (2, 3)])
@@ -99,6 +109,53 @@ def test_the_objective_is_its_formula(kd, teacher_dir, other_teacher_dir, cache_
         held = [reference.soft_ce(logits(model, rows), logits(start, rows), 1.0, mask)[0] for model in (student, start)]
         expected += kd.anchor_kl_weight * (held[0] - held[1]) / (SEQ_LEN + 2)
     assert found == pytest.approx(expected, rel=ORACLE_FLOAT32.rtol)
+
+
+def gradients(kd, batches, model, spec, runtime) -> list[torch.Tensor]:
+    """Of one optimizer step over these micro-batches."""
+    objective = KDObjective(kd, spec, runtime, total_steps=2)
+    model.zero_grad()
+    counts = objective.counts(batches, position=0)
+    for position, batch in enumerate(batches):
+        for term in objective.losses(model, batch, counts, step=0, position=position):
+            term.loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_only_answers_have_a_gradient_however_micro_batches_are_cut(teacher_dir, cache_dir, runtime) -> None:
+    """What stands at other positions changes no bit; rows one by one, one without an answer, give the same mean."""
+    dataset = KDCacheDataset(cache_dir, preload=True)
+    spec, model = dataset.manifest.target_spec, models.load(str(teacher_dir)).model
+    round_to_nearest(model, scheme("q2_g32"))
+    kd = KDConfig(loss_on="answers", ce_alpha=0.5)
+    batch = next(dataset.batches(4))
+    batch["answer"] = torch.zeros_like(batch["input_ids"])
+    for row, (first, stop) in enumerate([(3, 9), (20, 24), (0, 0), (11, 12)]):
+        batch["answer"][row, first:stop] = 1
+    whole = gradients(kd, [batch], model, spec, runtime)
+    rows = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(4)]
+    for one, cut in zip(whole, gradients(kd, rows, model, spec, runtime), strict=True):
+        assert_close_to_largest(cut, one, share=REORDERED_GRADIENT_SHARE)
+    counted = torch.cat([batch["answer"][:, 1:], torch.zeros(4, 1, dtype=torch.long)], dim=1) != 0
+    assert counted.sum() == 11
+    other = dict(batch)
+    shuffled = batch["topk_logprobs"].flip(-1)
+    other["topk_logprobs"] = torch.where(counted[..., None], batch["topk_logprobs"], shuffled)
+    assert all(map(torch.equal, whole, gradients(kd, [other], model, spec, runtime)))
+    other["topk_logprobs"] = shuffled
+    assert not all(map(torch.equal, whole, gradients(kd, [other], model, spec, runtime)))
+    none = batch | {"answer": torch.zeros_like(batch["answer"])}
+    assert not any(g.any() for g in gradients(kd, [none], model, spec, runtime))
+    kls = [cached_kl(model, [b], spec, runtime=runtime, chunk_tokens=7, answers_only=True) for b in (batch, other)]
+    assert kls[0] != kls[1]
+    assert kls[0] != cached_kl(model, [batch], spec, runtime=runtime, chunk_tokens=7)
+
+
+def test_answers_are_asked_of_a_cache_that_knows_them(cache_dir) -> None:
+    spec, kd = KDCacheDataset(cache_dir).manifest.target_spec, KDConfig(loss_on="answers")
+    check_serves(spec, kd, has_answers=True)
+    with pytest.raises(ConfigError, match=r"loss_on='answers' .* this cache does not tell; .* or use --loss-on all"):
+        check_serves(spec, kd, has_answers=False)
 
 
 class Rank(LocalRuntime):
