@@ -1,10 +1,9 @@
-"""Cache builds that several ranks run: torchrun -m tests.runtime.cache_ranks NAME TEACHER TEXT OUTPUT."""
+"""Cache builds that several ranks run (see `tests.runtime.forked`); each takes TEACHER TEXT OUTPUT."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -12,7 +11,10 @@ from qat_lora.cache import writer
 from qat_lora.cli.main import main
 
 ROWS, ROWS_PER_SHARD = 52, 8  # 7 shards, the last one of 4 rows
-RANK = int(os.environ.get("RANK", "0"))
+
+
+def own_rank() -> int:
+    return int(os.environ.get("RANK", "0"))
 
 
 def arguments(teacher: Path | str, text: Path | str, output: Path | str, **changes: object) -> list[str]:
@@ -30,7 +32,7 @@ def killed(teacher: str, text: str, output: str) -> int:
 
     def cut(path: Path, content) -> None:
         shards.append(path)
-        if RANK == 1 and len(shards) == 2:
+        if own_rank() == 1 and len(shards) == 2:
             path.with_name(f".{path.name}.{os.getpid()}.tmp").write_bytes(b"half a shard")
             os.kill(os.getpid(), signal.SIGKILL)
         write(path, content)
@@ -44,7 +46,7 @@ def slow(teacher: str, text: str, output: str) -> int:
     write = writer.CacheWriter.write_shard
 
     def late(self, index, tensors) -> None:
-        time.sleep(RANK == 1)
+        time.sleep(own_rank() == 1)
         write(self, index, tensors)
 
     writer.CacheWriter.write_shard = late
@@ -53,9 +55,4 @@ def slow(teacher: str, text: str, output: str) -> int:
 
 def disagreeing(teacher: str, text: str, output: str) -> int:
     """Rank 1 was asked for another number of candidates."""
-    return main(arguments(teacher, text, output, top_k=8 - RANK))
-
-
-if __name__ == "__main__":
-    name, *words = sys.argv[1:]
-    sys.exit(globals()[name](*words))
+    return main(arguments(teacher, text, output, top_k=8 - own_rank()))

@@ -1,14 +1,8 @@
-"""Programs of ranks that share one model: torchrun --nproc-per-node W -m tests.runtime.fsdp_ranks NAME ARGUMENTS...
-
-Each rank writes what it found to FOLDER/rankR.json, FOLDER being the first argument.
-"""
+"""Programs of ranks that share one model (see `tests.runtime.forked`); the first argument is a folder of the job."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import sys
 from pathlib import Path
 
 import torch
@@ -120,9 +114,3 @@ def _runtime() -> Runtime:
 def _held(x: torch.Tensor) -> int:
     """Bytes of memory behind what this rank holds of a tensor."""
     return (x.to_local() if isinstance(x, DTensor) else x).untyped_storage().nbytes()
-
-
-if __name__ == "__main__":
-    name, folder, *arguments = sys.argv[1:]
-    found = globals()[name](folder, *arguments)
-    Path(folder, f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))

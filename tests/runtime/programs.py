@@ -1,6 +1,6 @@
 """Programs that the XLA tests run in processes of their own: torch_xla takes its device once, from the environment.
 
-python -m tests.runtime.programs NAME ARGUMENTS...        prints one line of JSON
+They are forks (see `tests.runtime.forked`); python -m tests.runtime.programs NAME ARGUMENTS... prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from qat_lora.config import ExecutionConfig, KDConfig, OptimConfig, PlaceConfig,
 from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.train.run import run_qat, run_recovery
 from tests.conftest import cache_run, qat_run, recovery_run
+from tests.runtime.forked import forked
 
 ROOT = Path(__file__).parents[2]
 LOOP = {"max_steps": 30, "accumulation_steps": 2, "eval_every": 10, "save_every": 10, "log_every": 1}
@@ -26,12 +27,22 @@ OPTIM = OptimConfig(lr=1e-3, warmup_steps=5, clip_norm=0.5, weight_decay=1e-3, e
 KD = KDConfig(hard_weight=1.0, hard_anneal="linear", ce_alpha=0.1)
 
 
-def run_program(
-    name: str, *arguments: object, module: str = __name__, cwd: Path = ROOT, **environment: str
-) -> dict[str, Any]:
-    """Run a program of a module in a process of its own, on PJRT's CPU, and return what it printed last."""
-    settings = os.environ | {"PJRT_DEVICE": "CPU", "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"} | environment
-    command = [sys.executable, "-m", module, name, *map(str, arguments)]
+# What a test computes is small; nearly all of its time would go into making its programs fast.
+XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+def run_program(name: str, *arguments: object, module: str = __name__, **environment: str) -> Any:
+    """Run a program of a module in a fork that has its own device on PJRT's CPU, and return what it returned."""
+    settings = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": XLA_FLAGS} | environment
+    done = forked(f"{module}:{name}", *map(str, arguments), timeout=600.0, **settings)
+    assert done.returncode == 0, f"exit code {done.returncode}: {done.stdout[-500:]}{done.stderr[-6000:]}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_apart(name: str, *arguments: object, cwd: Path, **environment: str) -> dict[str, Any]:
+    """The same in a new process, in another folder."""
+    settings = os.environ | {"PJRT_DEVICE": "CPU", "PYTHONPATH": str(ROOT), "XLA_FLAGS": XLA_FLAGS} | environment
+    command = [sys.executable, "-m", __name__, name, *map(str, arguments)]
     done = subprocess.run(command, env=settings, capture_output=True, text=True, cwd=cwd, timeout=600)
     assert done.returncode == 0, f"exit code {done.returncode}: {done.stdout[-500:]}{done.stderr[-6000:]}"
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,6 +1,6 @@
-"""Programs that several ranks run: torchrun --nproc-per-node W -m tests.runtime.ranks NAME ARGUMENTS...
+"""Programs that several ranks run, as forks (see `tests.runtime.forked`) or by torchrun itself:
 
-Each rank writes what it found to FOLDER/rankR.json, FOLDER being the first argument.
+torchrun --nproc-per-node W -m tests.runtime.ranks NAME FOLDER ARGUMENTS...        writes FOLDER/rankR.json
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -157,9 +158,7 @@ def late(folder: str) -> dict:
     """Rank 1 does not come to a barrier in time."""
     runtime = runtime_for(PlaceConfig(device="cpu", barrier_timeout=3), many=True)
     if runtime.rank == 1:
-        import time
-
-        time.sleep(12)
+        time.sleep(5)
         return {}
     try:
         runtime.barrier("before_final_save")

@@ -1,17 +1,14 @@
-"""What each of several ranks reads: torchrun --nproc-per-node W -m tests.runtime.reading_ranks FOLDER CASES
+"""What each of several ranks reads (see `tests.runtime.forked`).
 
-CASES is JSON, a list of `Case`; FOLDER/rankR.json gets what rank R found in each. After every batch the ranks meet, and
-tell each other which number it has: a rank with fewer or other batches is told within the barrier's seconds.
+After every batch the ranks meet, and tell each other which number it has: a rank with fewer or other batches is told
+within the barrier's seconds.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,8 +60,7 @@ def _together(runtime: Runtime, batches: Iterable[dict[str, torch.Tensor]], tag:
     return found
 
 
-if __name__ == "__main__":
-    folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+def read_all(folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every case, one after the other."""
     runtime = runtime_for(PlaceConfig(device="cpu", barrier_timeout=PATIENCE), many=True)
-    found = [read(runtime, Case(**case)) for case in cases]
-    (folder / f"rank{runtime.rank}.json").write_text(json.dumps(found))
+    return [read(runtime, Case(**case)) for case in cases]

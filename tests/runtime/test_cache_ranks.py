@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from qat_lora.runtime import LocalRuntime
 from qat_lora.train.run import run_qat
 from tests.conftest import qat_run
 from tests.runtime.cache_ranks import ROWS, arguments
-from tests.runtime.test_distributed import under_torchrun
+from tests.runtime.forked import Done, forked
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -52,9 +53,14 @@ def together(parts: list[Path], folder: Path) -> Path:
     return folder
 
 
-def by_ranks(world_size: int, *words: str):
-    """The script under torchrun, with the flags of `arguments`."""
-    return under_torchrun(world_size, "scripts/build_kd_cache.py", *words[1:])
+def by_ranks(world_size: int, *words: str) -> Done:
+    """The command on several ranks, with the flags of `arguments`."""
+    return forked("qat_lora.cli.main:main", words, ranks=world_size)
+
+
+def by_program(world_size: int, name: str, *words: object) -> Done:
+    """A function of `tests.runtime.cache_ranks` on several ranks."""
+    return forked(f"tests.runtime.cache_ranks:{name}", *words, ranks=world_size)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -62,7 +68,7 @@ def test_ranks_build_the_bytes_that_one_process_builds(world_size, inputs, whole
     if world_size == 2:
         done = by_ranks(2, *arguments(*inputs, tmp_path / "c"))
     else:
-        done = under_torchrun(3, "-m", "tests.runtime.cache_ranks", "slow", *inputs, tmp_path / "c")
+        done = by_program(3, "slow", *inputs, tmp_path / "c")
     assert done.returncode == 0, done.stderr[-3000:]
     assert contents(tmp_path / "c") == contents(whole)
     said = f"{tmp_path / 'c'}: {ROWS} rows of 24 tokens, top 8\n"
@@ -130,8 +136,8 @@ def test_training_reads_parts_as_it_reads_the_whole(whole, parts, tmp_path) -> N
 
 
 def test_a_killed_job_goes_on_with_any_number_of_ranks_to_the_same_bytes(inputs, whole, tmp_path) -> None:
-    done = under_torchrun(2, "-m", "tests.runtime.cache_ranks", "killed", *inputs, tmp_path / "one")
-    assert done.returncode != 0 and "Signal 9 (SIGKILL)" in done.stderr
+    done = by_program(2, "killed", *inputs, tmp_path / "one")
+    assert done.codes[1] == -signal.SIGKILL
     left = sorted(contents(tmp_path / "one"))
     assert "manifest.rank-1.json" in left and any(name.startswith(".shard-00003.safetensors") for name in left)
     recorded = {
@@ -154,7 +160,7 @@ def test_a_killed_job_goes_on_with_any_number_of_ranks_to_the_same_bytes(inputs,
 
 
 def test_ranks_that_were_given_different_settings_are_told_before_anything_is_written(inputs, tmp_path) -> None:
-    done = under_torchrun(2, "-m", "tests.runtime.cache_ranks", "disagreeing", *inputs, tmp_path / "c")
+    done = by_program(2, "disagreeing", *inputs, tmp_path / "c")
     assert done.returncode != 0
     for rank in (0, 1):
         sentence = f"qat-lora: error (rank {rank}): the ranks would not build the same cache in {tmp_path / 'c'}: "

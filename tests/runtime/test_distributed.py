@@ -22,15 +22,22 @@ from qat_lora.train.execution import with_global_batch
 from qat_lora.train.run import run_qat, run_recovery
 from tests.conftest import SEQ_LEN, cache_run, qat_run
 from tests.runtime import ranks
+from tests.runtime.forked import Done, forked
 
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(world_size: int, folder: Path, name: str, *arguments: object) -> list[dict[str, Any]]:
-    """Run a program of `tests.runtime.ranks` on so many ranks and return what each of them found."""
-    done = launched(world_size, folder, name, *arguments)
+def on_ranks(world_size: int, folder: Path, function: str, *arguments: object) -> list[dict[str, Any]]:
+    """Run a function of `tests.runtime.ranks`, or of another module, on forked ranks; what each of them found."""
+    done = forked_in(world_size, folder, function, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     return found_in(folder)
+
+
+def forked_in(world_size: int, folder: Path, function: str, *arguments: object) -> Done:
+    folder.mkdir(parents=True, exist_ok=True)
+    name = function if ":" in function else f"tests.runtime.ranks:{function}"
+    return forked(name, folder, *arguments, ranks=world_size)
 
 
 def found_in(folder: Path) -> list[dict[str, Any]]:
@@ -51,13 +58,12 @@ def under_torchrun(world_size: int, *words: object) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("stage", ["qat", "recover"])
+@pytest.mark.parametrize(("stage", "world_size"), [("qat", 2), ("recover", 4)])
 def test_ranks_hold_equal_bits_and_what_one_device_would_hold(
     stage, world_size, tmp_path, cache_dir, student, alone
 ) -> None:
     """20 steps with accumulation 2, clipping that clips, warm-up, anchor rows, a moving average and evaluations."""
-    found = torchrun(world_size, tmp_path, "train", stage, cache_dir, student)
+    found = on_ranks(world_size, tmp_path, "train", stage, cache_dir, student)
     assert [each["rank"] for each in found] == list(range(world_size))
     first = found[0]
     for other in found[1:]:
@@ -75,7 +81,7 @@ def test_ranks_hold_equal_bits_and_what_one_device_would_hold(
 
 
 def test_a_gradient_that_was_accumulated_is_summed_once_and_others_are_left_alone(tmp_path) -> None:
-    found = torchrun(2, tmp_path, "sums")
+    found = on_ranks(2, tmp_path, "sums")
     for rank, each in enumerate(found):
         assert each["own"] == [1.0 + rank]
         assert each["total"] == [3.0]
@@ -86,7 +92,7 @@ def test_a_gradient_that_was_accumulated_is_summed_once_and_others_are_left_alon
 
 
 def test_a_barrier_that_is_not_reached_names_itself_and_who_is_missing(tmp_path) -> None:
-    launched(2, tmp_path, "late")
+    forked_in(2, tmp_path, "late")
     error = found_in(tmp_path)[0]["error"]
     assert error.startswith("DeviceError: rank 0 lost the others at barrier 'before_final_save' after 3 s (")
     assert "Ranks 1 failed" in error
@@ -94,7 +100,7 @@ def test_a_barrier_that_is_not_reached_names_itself_and_who_is_missing(tmp_path)
 
 
 def test_a_rank_that_is_gone_in_the_middle_of_a_sum_is_told_of(tmp_path) -> None:
-    launched(2, tmp_path, "lost")
+    forked_in(2, tmp_path, "lost")
     (error,) = [each["error"] for each in found_in(tmp_path)]
     assert error.startswith("DeviceError: rank 0 lost another rank in a sum over all of them (")
     assert error.endswith("look at their messages first; --resume goes on from the last checkpoint.")
@@ -103,7 +109,7 @@ def test_a_rank_that_is_gone_in_the_middle_of_a_sum_is_told_of(tmp_path) -> None
 def test_a_killed_rank_ends_the_job_and_the_run_goes_on_with_as_many_ranks_or_one(
     tmp_path, cache_dir, student, alone
 ) -> None:
-    whole = torchrun(2, tmp_path / "whole", "train", "recover", cache_dir, student)[0]
+    whole = on_ranks(2, tmp_path / "whole", "train", "recover", cache_dir, student)[0]
     started = time.monotonic()
     done = launched(2, tmp_path / "cut off", "killed", cache_dir, student)
     seconds = time.monotonic() - started
@@ -111,11 +117,11 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on_with_as_many_ranks_or_on
     assert "Signal 9 (SIGKILL)" in done.stderr
     assert load_checkpoint(tmp_path / "cut off" / "run" / "last.pt")["progress"]["step"] == 5
     shutil.copytree(tmp_path / "cut off", tmp_path / "by one")
-    two = torchrun(2, tmp_path / "cut off", "resumed", cache_dir, student)[0]
+    two = on_ranks(2, tmp_path / "cut off", "resumed", cache_dir, student)[0]
     assert two["trained"] == whole["trained"]
     assert two["losses"] == pytest.approx(whole["losses"], rel=1e-8), "the part before was read back from loss.csv"
     assert json.loads((tmp_path / "cut off" / "run" / "summary.json").read_text())["launch_steps"] == 15
-    (one,) = torchrun(1, tmp_path / "by one", "resumed", cache_dir, student)
+    (one,) = on_ranks(1, tmp_path / "by one", "resumed", cache_dir, student)
     for name, values in alone["recover"]["trained"].items():
         largest = max(abs(value) for value in values)
         assert one["trained"][name] == pytest.approx(values, abs=2e-3 * largest), name
@@ -126,7 +132,7 @@ def test_ranks_that_were_given_different_settings_are_told_before_the_first_step
     (tmp_path / "run").mkdir()
     for path in earlier:
         path.write_text("of an earlier run")
-    for each in torchrun(2, tmp_path, "disagreeing", cache_dir, student):
+    for each in on_ranks(2, tmp_path, "disagreeing", cache_dir, student):
         assert each["error"].startswith("the ranks do not start from the same: their settings, caches, models, weights")
     assert [path.read_text() for path in earlier] == ["of an earlier run"] * 2, "a run that is refused replaces nothing"
 
@@ -139,7 +145,7 @@ def test_ranks_that_find_other_files_are_told_before_the_first_step(
     commands.cache(cache_run(teacher_dir, text_file, tmp_path / "other", top_k=8, max_rows=40))
     longer = run_qat(qat_run(cache_dir, tmp_path / "longer", loop={"max_steps": 4}), LocalRuntime("cpu")).best
     caches, students = f"{cache_dir},{tmp_path / 'other'}", f"{student},{longer}"
-    for each in torchrun(2, tmp_path, "elsewhere", what, caches, students):
+    for each in on_ranks(2, tmp_path, "elsewhere", what, caches, students):
         assert each["error"].startswith("the ranks do not start from the same: their settings, caches, models, weights")
 
 
@@ -166,7 +172,8 @@ def test_the_script_runs_under_torchrun_and_only_rank_0_speaks(tmp_path, cache_d
 
 
 def test_a_command_that_cannot_share_its_work_says_so(tmp_path) -> None:
-    done = under_torchrun(2, "scripts/evaluate.py", "--model", "embedded", "--output", tmp_path / "f.json")
+    words = ["eval", "--model", "embedded", "--output", str(tmp_path / "f.json")]
+    done = forked("qat_lora.cli.main:main", words, ranks=2)
     assert done.returncode != 0
     assert "qat-lora: error (rank 0): WORLD_SIZE=2, but this command runs on one device" in done.stderr
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +19,15 @@ from qat_lora.train.run import run_qat, run_recovery
 from qat_lora.train.student import load_student
 from tests.runtime import ranks
 from tests.runtime.fsdp_ranks import Blocks
-from tests.runtime.test_distributed import found_in, under_torchrun
+from tests.runtime.test_distributed import forked_in, on_ranks
 
 STAGES = {"qat": run_qat, "recover": run_recovery}
 RELATIVE = 1e-5  # of the largest entry of a tensor; about 1e-6 was seen, from sums in another order
 BACKWARDS = 2 * 2 * ranks.STEPS  # of two micro-batches per step, each with its anchor rows
 
 
-def launched(world_size: int, folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    folder.mkdir(parents=True, exist_ok=True)
-    name, *arguments = words
-    return under_torchrun(world_size, "-m", "tests.runtime.fsdp_ranks", name, folder, *arguments)
-
-
-def torchrun(world_size: int, folder: Path, *words: object) -> list[dict[str, Any]]:
-    done = launched(world_size, folder, *words)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return found_in(folder)
+def on_shared(world_size: int, folder: Path, name: str, *arguments: object) -> list[dict[str, Any]]:
+    return on_ranks(world_size, folder, f"tests.runtime.fsdp_ranks:{name}", *arguments)
 
 
 @pytest.fixture(scope="module", params=STAGES)
@@ -55,7 +47,7 @@ def alone(stage, cache_dir, tmp_path_factory, student) -> dict[str, Any]:
 def shared(stage, cache_dir, tmp_path_factory, student) -> list[dict[str, Any]]:
     """What two ranks make of it together, and where."""
     folder = tmp_path_factory.mktemp(f"{stage}_shared")
-    found = torchrun(2, folder, "train", stage, cache_dir, student, "new", "off")
+    found = on_shared(2, folder, "train", stage, cache_dir, student, "new", "off")
     return [each | {"folder": folder / "run"} for each in found]
 
 
@@ -86,7 +78,7 @@ def test_ranks_together_train_what_one_device_would_and_each_holds_its_share(sha
 
 
 def test_four_ranks_that_recompute_their_layers_train_the_same(tmp_path, stage, cache_dir, student, alone) -> None:
-    found = torchrun(4, tmp_path, "train", stage, cache_dir, student, "new", "on")
+    found = on_shared(4, tmp_path, "train", stage, cache_dir, student, "new", "on")
     assert_equal_but_for_rounding(found[0], alone)
     count = sum(len(values) for values in alone["trained"].values())
     assert [each["bytes"]["trained"] for each in found] == [[count, 4 * count]] * 4
@@ -111,11 +103,12 @@ def test_checkpoints_are_whole_and_named_like_those_of_one_device(shared, alone,
 def test_a_killed_rank_ends_the_job_and_the_run_goes_on_shared_or_alone(
     tmp_path, stage, cache_dir, student, shared, alone
 ) -> None:
-    done = launched(2, tmp_path / "cut off", "train", stage, cache_dir, student, "killed", "off")
-    assert done.returncode != 0 and "Signal 9 (SIGKILL)" in done.stderr
+    name = "tests.runtime.fsdp_ranks:train"
+    done = forked_in(2, tmp_path / "cut off", name, stage, cache_dir, student, "killed", "off")
+    assert done.codes[1] == -signal.SIGKILL
     assert load_checkpoint(tmp_path / "cut off" / "run" / "last.pt")["progress"]["step"] == 5
     shutil.copytree(tmp_path / "cut off" / "run", tmp_path / "by one")
-    two = torchrun(2, tmp_path / "cut off", "train", stage, cache_dir, student, "resume", "off")[0]
+    two = on_shared(2, tmp_path / "cut off", "train", stage, cache_dir, student, "resume", "off")[0]
     for part in ("trained", "ema"):
         assert two[part] == shared[0][part], part
     assert two["losses"] == pytest.approx(shared[0]["losses"], rel=1e-8), "the first were read back from loss.csv"
@@ -131,7 +124,7 @@ def test_ranks_that_begin_from_different_weights_are_told(tmp_path, cache_dir, s
     content = load_checkpoint(student)
     content["tensors"] = {name: x * 1.01 if x.is_floating_point() else x for name, x in content["tensors"].items()}
     torch.save(content, tmp_path / "other.pt")
-    for each in torchrun(2, tmp_path, "disagreeing", cache_dir, student, tmp_path / "other.pt"):
+    for each in on_shared(2, tmp_path, "disagreeing", cache_dir, student, tmp_path / "other.pt"):
         assert each["error"].startswith("the ranks do not start from the same: their settings, caches, models, weights")
     assert not list((tmp_path / "run").glob("*"))
 
@@ -139,7 +132,7 @@ def test_ranks_that_begin_from_different_weights_are_told(tmp_path, cache_dir, s
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_tensors_are_cut_up_and_put_together(world_size, tmp_path) -> None:
     """Layers of 3 and 5 rows, so that some ranks hold less than others, or nothing."""
-    found = torchrun(world_size, tmp_path, "pieces")
+    found = on_shared(world_size, tmp_path, "pieces")
     model = Blocks()
     losses = [
         model(torch.tensor([1, (rank + shift) % 7])).square().sum() for rank in range(world_size) for shift in (0, 2)

@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
-import subprocess
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from qat_lora.cache import KDCacheDataset
 from qat_lora.cli import commands
 from tests.conftest import cache_run
 from tests.runtime.reading_ranks import SEED, Case, Rows
-from tests.runtime.test_distributed import found_in, under_torchrun
+from tests.runtime.test_distributed import on_ranks
 
 ROWS_PER_STEP = 8
 # name -> (rows, rows per shard): 37 divides by no number of ranks and rows; 5 and 3 are fewer than a batch of two ranks
@@ -52,13 +50,6 @@ def stream_of(cache: Path, first: int, rows: int) -> Rows:
     return [batch["input_ids"][0].tolist() for batch in itertools.islice(batches, rows)]
 
 
-def launch(world_size: int, folder: Path, cases: list[Case]) -> subprocess.CompletedProcess[str]:
-    folder.mkdir(exist_ok=True)
-    return under_torchrun(
-        world_size, "-m", "tests.runtime.reading_ranks", folder, json.dumps([asdict(case) for case in cases])
-    )
-
-
 def in_turn(per_rank: list[list[Rows]], batch_size: int) -> Rows:
     """Rows of all ranks in the order of the stream: a batch of each, then the next of each."""
     assert len({len(batches) for batches in per_rank}) == 1, "as many batches on every rank"
@@ -72,9 +63,8 @@ def test_ranks_read_one_stream_in_turn_and_end_together(tmp_path, caches, world_
     cases = [Case(str(cache), 4, preload=preload) for cache in caches.values() for preload in (False, True)]
     taken_up = range(0, 2 * 37, ROWS_PER_STEP)
     cases += [Case(str(caches["5 shards"]), ROWS_PER_STEP // world_size, before) for before in taken_up]
-    done = launch(world_size, tmp_path, cases)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for case, *per_rank in zip(cases, *found_in(tmp_path), strict=True):
+    found = on_ranks(world_size, tmp_path, "tests.runtime.reading_ranks:read_all", [asdict(case) for case in cases])
+    for case, *per_rank in zip(cases, *found, strict=True):
         everything = rows_of(Path(case.cache))
         stream = in_turn([found["stream"] for found in per_rank], case.batch_size)
         rows = len(everything)

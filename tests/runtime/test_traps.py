@@ -1,7 +1,6 @@
 """What torch_xla does behind one's back, each with its cure: the trap is shown to be there, and ours not to be in it.
 
-The functions above the tests are programs, run in processes of their own (torch_xla takes its device once, from the
-environment): python -m tests.runtime.test_traps NAME ARGUMENTS... prints one line of JSON.
+The functions above the tests are programs, run as forks: torch_xla takes its device once, from the environment.
 """
 
 from __future__ import annotations
@@ -9,9 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import os
 import shutil
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -663,8 +660,3 @@ def test_a_run_with_moving_averages_is_resumed_on_the_other_device(stage, way, c
 @pytest.mark.parametrize("stage", ["qat", "recover"])
 def test_a_checkpoint_of_xla_reads_back_on_the_cpu(stage, crossings) -> None:
     assert crossings[f"{stage} logits"] <= 5e-6
-
-
-if __name__ == "__main__":
-    print(json.dumps(globals()[sys.argv[1]](*sys.argv[2:])), flush=True)
-    os._exit(0)  # a loader's thread may hang

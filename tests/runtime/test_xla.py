@@ -18,7 +18,7 @@ from qat_lora.cli import commands
 from qat_lora.runtime import LocalRuntime
 from qat_lora.train.run import run_qat, run_recovery
 from tests.conftest import cache_run, qat_run
-from tests.runtime.programs import recovery, run_program
+from tests.runtime.programs import recovery, run_apart, run_program
 
 pytestmark = [
     pytest.mark.xla,
@@ -84,7 +84,7 @@ def test_two_launches_from_other_folders_trace_the_same_graphs(phase_run, tmp_pa
     """What a hit in the compilation cache of a TPU needs; nothing may depend on time, path or address."""
     there = tmp_path / "elsewhere"
     there.mkdir()
-    again = run_program("train", tail_cache, there / "other", student, "phase", cwd=there, PYTHONHASHSEED="7")
+    again = run_apart("train", tail_cache, there / "other", student, "phase", cwd=there, PYTHONHASHSEED="7")
     assert again["graphs"] == phase_run["graphs"]
     assert all(graph for _, graph in again["graphs"])
     assert again["losses"] == phase_run["losses"]

@@ -1,7 +1,6 @@
 """Rows of several documents on torch_xla: what a CPU computes, from one graph whatever the boundaries are.
 
-The functions above the tests are programs, run in a process of its own: python -m tests.runtime.test_xla_documents
-NAME ARGUMENTS... prints one line of JSON. Tolerances as in `test_xla`.
+The functions above the tests are programs, run as forks. Tolerances as in `test_xla`.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +151,3 @@ def test_a_cache_built_there_is_the_cpus_from_one_graph_without_a_host_read(cach
         assert torch.equal(a["position_ids"], b["position_ids"]) and torch.equal(a["input_ids"], b["input_ids"])
         np.testing.assert_allclose(a["lse"], b["lse"], rtol=0, atol=3e-5)
         np.testing.assert_allclose(a["tail"], b["tail"], rtol=0, atol=3e-5)
-
-
-if __name__ == "__main__":
-    print(json.dumps(globals()[sys.argv[1]](*sys.argv[2:])))

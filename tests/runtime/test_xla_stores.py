@@ -1,15 +1,12 @@
 """Draws from the teacher on torch_xla: what a CPU draws and trains on, without a new graph after the first step.
 
-The functions above the tests are programs, run in a process of its own: python -m tests.runtime.test_xla_stores NAME
-ARGUMENTS... prints one line of JSON.
+The functions above the tests are programs, run as forks.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +78,3 @@ def test_training_on_draws_compiles_nothing_new_and_is_what_the_cpu_computes(cac
     alone = numbers_of(run(cache, tmp_path / "cpu"), LocalRuntime("cpu"))
     for name, values in alone.items():
         assert len(values) >= 2 and found[name] == pytest.approx(values, rel=1e-4), name
-
-
-if __name__ == "__main__":
-    print(json.dumps(globals()[sys.argv[1]](*sys.argv[2:])))

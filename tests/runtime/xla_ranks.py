@@ -1,6 +1,6 @@
 """Two XLA devices as two ranks: PJRT's CPU client has its devices in one process, a thread for each.
 
-python -m tests.runtime.xla_ranks NAME ARGUMENTS...        prints one line of JSON, a list over ranks
+Each program returns a list over ranks.
 
 On a TPU each rank is a process. What is different here is in `ThreadRank` alone: ranks take turns, since torch_xla is
 not made for threads that trace at once (it was seen to crash), and each would compile its own graph; a rank that waits
@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -145,8 +143,3 @@ def sums(folder: str) -> list[Any]:
         }  # fmt: skip
 
     return on_every_device(rank_program)
-
-
-if __name__ == "__main__":
-    print(json.dumps(globals()[sys.argv[1]](*sys.argv[2:])), flush=True)
-    os._exit(0)

@@ -1,12 +1,10 @@
-"""Runs over several XLA devices as one program: python -m tests.runtime.xla_spmd NAME ARGUMENTS... prints JSON."""
+"""Runs over several XLA devices as one program."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +88,3 @@ def found_of(result: Any, runtime: Runtime) -> dict[str, Any]:
         kind: sorted({torch_xla._XLAC._get_xla_sharding_spec(x) for x in tensors}) for kind, tensors in kept.items()
     }
     return ranks.outcome(result, runtime) | {"devices": runtime.devices, "specs": specs}
-
-
-if __name__ == "__main__":
-    print(json.dumps(globals()[sys.argv[1]](*sys.argv[2:])), flush=True)
-    os._exit(0)
