@@ -27,7 +27,8 @@ def probe_logits(model: nn.Module, ids_BT: Tensor) -> Tensor:
 
 def probe_ids(vocab_size: int, *, rows: int = 2, row_length: int = 32) -> Tensor:
     """Ids spread over the whole vocabulary, the same every time: [rows, row_length]."""
-    return (torch.arange(rows * row_length) * 2654435761 % vocab_size).view(rows, row_length)
+    step = round(vocab_size * 0.6180339887)  # the golden ratio leaves gaps of about one size, whatever the vocabulary
+    return (torch.arange(rows * row_length) * step % vocab_size).view(rows, row_length)
 
 
 def verify_export(student: nn.Module, folder: Path, *, adapter: Path | None = None, exact: bool) -> float:

@@ -143,6 +143,45 @@ def test_a_layer_with_two_names_stays_one_layer():
     assert model["a"] is model["c"]
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_stay_in_training_or_evaluation(training):
+    model = nn.Sequential(nn.Linear(8, 8)).train(training)
+    for convert in (lambda m: quantize_model(m, SCHEME, {"0": "mlp"}), freeze_codes, to_dense):
+        assert convert(model) == ("0",)
+        assert model[0].training == training
+
+
+def test_a_subclass_of_linear_is_refused_since_what_it_adds_would_be_lost():
+    class Doubled(nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    with pytest.raises(ModelError, match="0 is a Doubled, and only a plain Linear"):
+        quantize_model(nn.Sequential(Doubled(8, 8)), SCHEME, {"0": "mlp"})
+
+
+@pytest.mark.parametrize("shared", ["weight", "bias"])
+def test_linears_that_share_a_parameter_are_refused_and_nothing_is_changed(shared):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    setattr(model[2], shared, getattr(model[0], shared))
+    for targets in ({"1": "mlp", "0": "mlp", "2": "mlp"}, {"1": "mlp", "2": "mlp"}):
+        with pytest.raises(ModelError, match=r"[02] and [02] share one weight"):
+            quantize_model(model, SCHEME, targets)
+    assert all(type(layer) is nn.Linear for layer in model)
+    assert quantize_model(model, SCHEME, {"1": "mlp"}) == ("1",)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("place", ["weight", "bias", "quantizer.scale.scale_OG"])
+def test_what_is_not_finite_is_not_frozen(place, value):
+    for convert in (freeze_codes, to_dense):
+        model = nn.ModuleDict({"down": nn.Linear(8, 8)})
+        quantize_model(model, SCHEME, {"down": "mlp"})
+        model["down"].get_parameter(place).data[0] = value
+        with pytest.raises(ModelError, match=rf"down holds weights that are not finite \({place}\)"):
+            convert(model)
+
+
 def test_a_checkpoint_loads_into_blank_layers():
     model, blank = _quantized(), _llama()
     quantize_model(blank, SCHEME, _targets(blank), search=False)

@@ -94,16 +94,24 @@ def test_bfloat16_input_gives_bfloat16_output_and_a_float32_master_gradient(scal
     assert x.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("shape", [(6, 37), (32, 64)])  # a product of factors goes through bf16 from some size on
 @pytest.mark.parametrize("scales", ["group", "lowrank"])
-def test_autocast_keeps_both_layers_in_agreement(scales):
-    layer, coded = _pair(LinearQuant(4, "int", scales, 16, 2))
-    x = torch.randn(3, 37, requires_grad=True)
+def test_autocast_keeps_both_layers_in_agreement(scales, shape):
+    layer, coded = _pair(LinearQuant(4, "int", scales, 16, 2), *shape)
+    x = torch.randn(3, shape[1], requires_grad=True)
+    weight_OI = coded.weight
     with torch.autocast("cpu", torch.bfloat16):
         y_quant, y_coded = layer(x), coded(x)
+        assert torch.equal(coded.weight, weight_OI)  # made in float32 here too
     assert y_coded.dtype == torch.bfloat16
     assert torch.equal(y_quant, y_coded)
     y_coded.float().sum().backward()
     assert x.grad.dtype == torch.float32
+
+
+def test_both_layers_run_on_the_meta_device_which_has_no_autocast():
+    for layer in _pair(LinearQuant(4, "lut", "lowrank", 16, 2)):
+        assert layer.to("meta")(torch.ones(2, 37, device="meta")).shape == (2, 6)
 
 
 def test_casting_a_model_leaves_frozen_values_bit_identical():

@@ -108,3 +108,22 @@ def pack(codes: np.ndarray, bits: int) -> np.ndarray:
             shift += width
         packed_rows.append(packed)
     return np.array(packed_rows, dtype=np.uint8)
+
+
+def least_error(weights: np.ndarray, grid: np.ndarray, both_signs: bool) -> float:
+    """The least sum of (w - S * nearest level)^2 over all scales S of one group, by trying every set of codes.
+
+    The codes change only where a weight lies on a midpoint, S = w / m. Between two such scales the best is in closed
+    form, <w, L> / <L, L>.
+    """
+    best = float(np.sum(weights.astype(np.float64) ** 2))
+    for levels_of_sign in [grid.astype(np.float64), np.sort(-grid.astype(np.float64))][: 2 if both_signs else 1]:
+        middles = (levels_of_sign[1:] + levels_of_sign[:-1]) / 2
+        borders = sorted({w / m for w in weights.tolist() for m in middles.tolist() if m != 0 and w / m > 0})
+        for low, high in zip([0.0, *borders], [*borders, 2 * borders[-1]], strict=True):
+            unit = weights / ((low + high) / 2)
+            chosen = levels_of_sign[np.abs(unit[:, None] - levels_of_sign[None, :]).argmin(1)]
+            if np.sum(chosen**2) > 0:
+                scale = np.sum(weights * chosen) / np.sum(chosen**2)
+                best = min(best, float(np.sum((weights - scale * chosen) ** 2)))
+    return best
