@@ -180,16 +180,16 @@ def distillation(
 
 
 def hard_top1(
-    student_logits_SV: Tensor, target: SparseTarget, mask_S: Tensor, *, picked_SK: Tensor | None = None
+    student_logits_SV: Tensor, ids_SK: Tensor, scores_SK: Tensor, mask_S: Tensor, *, picked_SK: Tensor | None = None
 ) -> LossSum:
-    """Sum of -log q(v*), where v* is the teacher's most probable candidate and q the student at T = 1.
+    """Sum of -log q(v*), where v* is the teacher's best candidate by score and q the student at T = 1.
 
-    `picked_SK` as for `sparse_kl`.
+    Scores are log-probabilities or probabilities; `picked_SK` as for `sparse_kl`.
     """
-    _same_rows(student_logits_SV, target.ids_SK, mask_S)
-    best_S1 = target.logprobs_SK.argmax(dim=-1, keepdim=True)
+    _same_rows(student_logits_SV, ids_SK, mask_S)
+    best_S1 = scores_SK.argmax(dim=-1, keepdim=True)
     picked_S = None if picked_SK is None else picked_SK.gather(-1, best_S1).squeeze(-1)
-    return next_token_ce(student_logits_SV, target.ids_SK.gather(-1, best_S1).squeeze(-1), mask_S, picked_S=picked_S)
+    return next_token_ce(student_logits_SV, ids_SK.gather(-1, best_S1).squeeze(-1), mask_S, picked_S=picked_S)
 
 
 def next_token_ce(

@@ -17,7 +17,7 @@ from torch import Tensor
 from qat_lora.config import Store
 from qat_lora.errors import CacheMismatch
 from qat_lora.kd.draws import ratio_of
-from qat_lora.kd.losses import SampledTarget, SparseTarget, Target
+from qat_lora.kd.losses import NEVER, SampledTarget, SparseTarget, Target
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class TargetSpec:
         vocab_size: V of the teacher.
         temperatures: that the fields serve, in the order of their last dimension; the first is 1.
         top_k: K, candidates per position; 0 where there are none.
-        samples: N, draws per position; 0 where there are none.
+        samples: N, draws per position from all of the vocabulary; 0 where there are none.
         weighed: which of the temperatures the draws serve by ratios, in the order of `draw_ratios`.
+        tail_draws: draws per position from what is no candidate, beside the candidates; 0 where there are none.
     """
 
     store: Store
@@ -39,6 +40,7 @@ class TargetSpec:
     top_k: int = 0
     samples: int = 0
     weighed: tuple[int, ...] = ()
+    tail_draws: int = 0
 
 
 def targets(batch: Mapping[str, Tensor], temperature: float, spec: TargetSpec, *, top_k: int | None = None) -> Target:
@@ -50,7 +52,7 @@ def targets(batch: Mapping[str, Tensor], temperature: float, spec: TargetSpec, *
     if top_k is not None:
         check_top_k(spec, top_k)
     if spec.store == "sampled":
-        return _sampled(batch, index, spec)
+        return SampledTarget(*_draws(batch, index, spec), batch["entropy"][..., index].flatten())
     if spec.store == "full":
         logp_SV = torch.log_softmax(batch["logits"].flatten(0, 1) / temperature, dim=-1)
         return SparseTarget(torch.arange(logp_SV.shape[-1], device=logp_SV.device).expand_as(logp_SV), logp_SV)
@@ -64,6 +66,11 @@ def check_top_k(spec: TargetSpec, top_k: int, *, whose: str = "The KD cache") ->
             f"{whose} has store={spec.store!r}, which has no candidates to choose from, but top_k={top_k} was "
             "asked for; leave top_k at 0 or build a cache with --store topk."
         )
+    if spec.tail_draws and top_k != spec.top_k:
+        raise CacheMismatch(
+            f"{whose} has {spec.tail_draws} draws from all but its {spec.top_k} candidates, which say nothing of "
+            f"candidates left out, but top_k={top_k} was asked for; leave top_k at 0 or build a cache with {top_k}."
+        )
     if not 1 <= top_k <= spec.top_k:
         raise CacheMismatch(
             f"{whose} stores top_k={spec.top_k} candidates, but top_k={top_k} was asked for; "
@@ -71,7 +78,7 @@ def check_top_k(spec: TargetSpec, top_k: int, *, whose: str = "The KD cache") ->
         )
 
 
-def _topk(batch: Mapping[str, Tensor], index: int, spec: TargetSpec, k: int) -> SparseTarget:
+def _topk(batch: Mapping[str, Tensor], index: int, spec: TargetSpec, k: int) -> Target:
     """Candidates at a temperature: with z_k = logp_k + lse_1 the stored logit, ``log p_T(k) = z_k / T - lse_T``.
 
     The sum of the stored p_T is then set to the stored 1 - tail_T: log-probabilities are rounded, and the little mass
@@ -84,16 +91,29 @@ def _topk(batch: Mapping[str, Tensor], index: int, spec: TargetSpec, k: int) -> 
         logp_BTK = (logp_BTK + lse_BT1) / temperature - batch["lse"][..., index : index + 1]
     stored_BT1 = torch.log1p(-batch["tail"][..., index : index + 1])
     logp_BTK = logp_BTK + (stored_BT1 - logp_BTK.logsumexp(-1, keepdim=True))
-    return SparseTarget(batch["topk_ids"][..., :k].flatten(0, 1), logp_BTK[..., :k].flatten(0, 1))
+    candidates = SparseTarget(batch["topk_ids"][..., :k].flatten(0, 1), logp_BTK[..., :k].flatten(0, 1))
+    return _with_tail(candidates, batch, index, spec) if spec.tail_draws else candidates
 
 
-def _sampled(batch: Mapping[str, Tensor], index: int, spec: TargetSpec) -> SampledTarget:
+def _with_tail(candidates: SparseTarget, batch: Mapping[str, Tensor], index: int, spec: TargetSpec) -> SampledTarget:
+    """Candidates, each weighing its probability, and draws that share the tail's: K + N draws with weights."""
+    logp_SK = candidates.logprobs_SK.clamp(min=NEVER)
+    ids_SN, weights_SN = _draws(batch, index, spec)
+    return SampledTarget(
+        torch.cat([candidates.ids_SK, ids_SN], dim=1),
+        torch.cat([logp_SK.exp(), weights_SN * batch["tail"][..., index].flatten()[:, None]], dim=1),
+        batch["tail_entropy"][..., index].flatten() - (logp_SK.exp() * logp_SK).sum(-1),
+    )
+
+
+def _draws(batch: Mapping[str, Tensor], index: int, spec: TargetSpec) -> tuple[Tensor, Tensor]:
+    """The ids of draws and their weights [S, N], p_T / p_proposal / N."""
     ids_SN = batch["draw_ids"].flatten(0, 1)
-    weights_SN = torch.full(ids_SN.shape, 1.0 / spec.samples, device=ids_SN.device)
+    weights_SN = torch.full(ids_SN.shape, 1.0 / ids_SN.shape[1], device=ids_SN.device)
     if index in spec.weighed:
         codes_SN = batch["draw_ratios"][..., spec.weighed.index(index)].flatten(0, 1)
         weights_SN = weights_SN * ratio_of(codes_SN)
-    return SampledTarget(ids_SN, weights_SN, batch["entropy"][..., index].flatten())
+    return ids_SN, weights_SN
 
 
 def position_mask(lengths_B: Tensor, seq_len: int) -> Tensor:

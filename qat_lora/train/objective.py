@@ -133,6 +133,7 @@ class KDObjective:
         labels_S = next_tokens(batch["input_ids"]).flatten()
 
         kind = type(target)
+        candidates = self.spec.top_k if self.spec.tail_draws else None  # draws of the tail come after them
 
         def chunk_loss(logits_CV: Tensor, *given: Tensor, picked: Tensor | None = None) -> Tensor:
             *of_teacher, mask_C, labels_C, label_mask_C, hard_weight, positions, labels = given
@@ -142,8 +143,10 @@ class KDObjective:
                 logits_CV, part, mask_C, temperature=kd.temperature, support=kd.support, picked=picked_CK
             ).total
             if kd.hard_weight:
-                assert isinstance(part, SparseTarget)
-                loss = loss + hard_weight * hard_top1(logits_CV, part, mask_C, picked_SK=picked_CK).total
+                ids_CK, scores_CK = (x[:, :candidates] for x in part[:2])
+                of_candidates = None if picked_CK is None else picked_CK[:, :candidates]
+                hard = hard_top1(logits_CV, ids_CK, scores_CK, mask_C, picked_SK=of_candidates)
+                loss = loss + hard_weight * hard.total
             loss = loss / positions
             if alpha:
                 picked_C = None if picked is None else picked[:, -1]
@@ -202,6 +205,11 @@ def check_serves(spec: TargetSpec, kd: KDConfig, *, has_answers: bool) -> None:
         raise ConfigError(
             "loss_on='answers' needs to know which tokens an assistant wrote, which this cache does not tell; build it "
             "from chats (alpaca, sharegpt or messages) with this version, or use --loss-on all."
+        )
+    if spec.tail_draws and kd.support != "full":
+        raise ConfigError(
+            f"support={kd.support!r} leaves out the tail, from which the cache has tail_draws={spec.tail_draws}; use "
+            "support='full', or build a cache without --tail-draws."
         )
     if spec.store != "sampled":
         return

@@ -40,7 +40,7 @@ def mixed_loss(logits, rows):
     labels = torch.arange(S)
     part = SparseTarget(*(x[rows] for x in target))
     kl = sparse_kl(logits, part, mask[rows], temperature=2.0).total
-    hard = hard_top1(logits, part, mask[rows]).total
+    hard = hard_top1(logits, *part, mask[rows]).total
     return kl + 0.3 * hard + 0.1 * next_token_ce(logits, labels[rows], mask[rows]).total
 
 
@@ -199,7 +199,7 @@ def test_it_holds_no_logits_of_all_rows_and_reads_nothing_on_the_host(head_is_tr
         kl = sparse_kl(logits, part, mask[r], temperature=2.0).total
         biased = sparse_kl(logits, part, mask[r], temperature=2.0, support="candidates").total
         ce = next_token_ce(logits, target.ids_SK[r, 0], mask[r]).total
-        return kl + biased + hard_top1(logits, part, mask[r]).total + ce
+        return kl + biased + hard_top1(logits, *part, mask[r]).total + ce
 
     with Watch() as watch:
         chunked_head_loss(hidden, Head(weight), loss_fn, (torch.arange(rows),), chunk_tokens=chunk).backward()

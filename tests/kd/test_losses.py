@@ -195,7 +195,7 @@ def test_hard_top1_takes_the_most_probable_candidate_wherever_it_stands():
     target = sparse(logits(1), shuffled=True)
     assert (target.logprobs_SK.argmax(-1) != 0).any()
     best = logits(1).argmax(-1)
-    total, count = hard_top1(student, target, mask)
+    total, count = hard_top1(student, *target, mask)
     expected = reference.label_ce(student.numpy(), best.numpy(), mask.numpy())
     assert (total.item(), count.item()) == (pytest.approx(expected[0], rel=1e-12), expected[1])
 
@@ -219,7 +219,7 @@ def all_losses(student, teacher, target, mask):
         "soft": soft_ce(student, teacher, 2.0, mask),
         "full": sparse_kl(student, target, mask, temperature=2.0),
         "candidates": sparse_kl(student, target, mask, temperature=2.0, support="candidates"),
-        "hard": hard_top1(student, target, mask),
+        "hard": hard_top1(student, *target, mask),
         "next": next_token_ce(student, labels, mask),
     }
 
@@ -259,7 +259,7 @@ def test_sums_and_counts_add_up_over_any_split_of_the_rows():
                 "candidates": lambda r=rows: sparse_kl(
                     student[r], picked(r), mask[r], temperature=2.0, support="candidates"
                 ),
-                "hard": lambda r=rows: hard_top1(student[r], picked(r), mask[r]),
+                "hard": lambda r=rows: hard_top1(student[r], *picked(r), mask[r]),
                 "next": lambda r=rows: next_token_ce(student[r], labels[r], mask[r]),
             }[name]()
             totals.append(part.total.item())

@@ -46,7 +46,7 @@ LOSSES = {
     "candidates": lambda u, t, y, m, p: (
         sparse_kl(u, t, m, temperature=2.0, support="candidates", picked_SK=p and p[0]).total
     ),
-    "hard": lambda u, t, y, m, p: hard_top1(u, t, m, picked_SK=p and p[0]).total,
+    "hard": lambda u, t, y, m, p: hard_top1(u, *t, m, picked_SK=p and p[0]).total,
     "ce": lambda u, t, y, m, p: next_token_ce(u, y, m, picked_S=p and p[1]).total,
 }
 LOSSES["all"] = lambda *given: sum(

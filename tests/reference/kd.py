@@ -66,6 +66,20 @@ def candidates_kl(student_SV, ids_SK, logprobs_SK, mask_S, temperature):
     return temperature**2 * total, int(np.sum(mask_S))
 
 
+def tail_draws_kl(student_SV, ids_SK, p_SK, draws_SN, ratios_SN, tail_entropy_S, mask_S, temperature):
+    """T^2 * sum of [sum_k p_k log(p_k / q_k) + t * mean_n r_n (-log q_(v_n)) - e], t = 1 - sum_k p_k.
+
+    e is - sum_v p_v log p_v over the tail; a draw v_n counts r_n times.
+    """
+    total = 0.0
+    for s in np.flatnonzero(mask_S):
+        q = softmax(student_SV[s], temperature)
+        total += sum(p * math.log(p / q[v]) for p, v in zip(p_SK[s], ids_SK[s], strict=True))
+        surprise = [-r * math.log(q[v]) for r, v in zip(ratios_SN[s], draws_SN[s], strict=True)]
+        total += (1.0 - sum(p_SK[s])) * sum(surprise) / len(surprise) - tail_entropy_S[s]
+    return temperature**2 * total, int(np.sum(mask_S))
+
+
 def label_ce(student_SV, labels_S, mask_S):
     """Sum of -log q(label)."""
     rows = zip(student_SV, labels_S, mask_S, strict=True)
