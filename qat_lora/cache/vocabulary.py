@@ -30,27 +30,30 @@ def without_ids_from(vocab_size: int, batch: dict[str, Array], temperatures: Seq
 
     Those that stay move up, in their order. A slot that is left empty at the end gets the highest id that is not yet
     among its position's candidates, with probability 0: the teacher gave such an id no more than the padding it stands
-    in for. Where the candidates would be the whole of the smaller vocabulary, K becomes `vocab_size`, there is no tail,
-    and `targets` shares the padding's probability among them in proportion.
+    in for. Where the candidates would be the whole of the smaller vocabulary, K becomes `vocab_size` and the tail
+    0, so that `targets` divides all other probability among them in proportion.
 
     Draws in the padding become others of the position's, taken evenly, so that their share is divided in proportion;
     the entropy stays the teacher's over its own vocabulary. Full logits are cut off.
 
     Args:
         vocab_size: V of the student.
-        batch: ``topk_ids`` [B, T, K] int64, and floats ``topk_logprobs`` [B, T, K], ``lse`` and ``tail`` [B, T, n]; or
-            ``draw_ids`` [B, T, N] ascending, with ``draw_ratios`` [B, T, N, m] if any; or ``logits`` [B, T, V].
-        temperatures: of `lse` and `tail`; the first is 1.
+        batch: ``topk_ids`` [B, T, K] int64, and floats ``topk_logprobs`` [B, T, K] and ``tail`` [B, T, n]; or
+            ``draw_ids`` [B, T, N] ascending, with ``draw_ratios`` [B, T, N, m] if any; or
+            both; or ``logits`` [B, T, V].
+        temperatures: of `tail`; the first is 1.
 
     Returns:
         The batch, its other fields as they were. The arrays given are left alone.
     """
     if "draw_ids" in batch:
-        return _other_draws(vocab_size, batch)
+        batch = _other_draws(vocab_size, batch)
     if "logits" in batch:
         return batch | {"logits": np.ascontiguousarray(batch["logits"][..., :vocab_size])}
+    if "topk_ids" not in batch:
+        return batch
     lacking_BTK = batch["topk_ids"] >= vocab_size
-    if not lacking_BTK.any():
+    if lacking_BTK.shape[-1] < vocab_size and not lacking_BTK.any():
         return batch
     kept = min(lacking_BTK.shape[-1], vocab_size)
     order_BTK = np.argsort(lacking_BTK, axis=-1, kind="stable")
@@ -58,12 +61,10 @@ def without_ids_from(vocab_size: int, batch: dict[str, Array], temperatures: Seq
         np.take_along_axis(x, order_BTK, axis=-1)[..., :kept]
         for x in (batch["topk_ids"], batch["topk_logprobs"], lacking_BTK)
     )
-    tail_BTn = batch["tail"].copy()
+    tail_BTn = np.zeros_like(batch["tail"])
     if kept < vocab_size:
         for n, temperature in enumerate(temperatures):
-            logits_BTK = batch["topk_logprobs"] + batch["lse"][..., :1]
-            p_BTK = np.exp(logits_BTK / temperature - batch["lse"][..., n : n + 1])
-            tail_BTn[..., n] = np.minimum(tail_BTn[..., n] + np.where(lacking_BTK, p_BTK, 0.0).sum(-1), 1.0)
+            tail_BTn[..., n] = _tail_with(lacking_BTK, batch["topk_logprobs"], batch["tail"][..., n], temperature)
     logprobs_BTK = np.where(empty_BTK, np.float32(ABSENT_LOGPROB), logprobs_BTK)
     highest = np.arange(vocab_size - kept, vocab_size)  # enough of them are free, whatever the candidates are
     for place in np.argwhere(empty_BTK.any(-1)):
@@ -71,6 +72,13 @@ def without_ids_from(vocab_size: int, batch: dict[str, Array], temperatures: Seq
         free = np.setdiff1d(highest, ids_K[~empty_K])
         ids_K[empty_K] = free[::-1][: empty_K.sum()]
     return batch | {"topk_ids": ids_BTK, "topk_logprobs": logprobs_BTK, "tail": tail_BTn}
+
+
+def _tail_with(joining_BTK: Array, logprobs_BTK: Array, tail_BT: Array, temperature: float) -> Array:
+    """The tail [B, T] at a temperature once these candidates, given by log p_1, have joined it."""
+    weights_BTK = np.exp((logprobs_BTK - logprobs_BTK.max(-1, keepdims=True)) / temperature)
+    share_BT = np.where(joining_BTK, weights_BTK, 0.0).sum(-1) / weights_BTK.sum(-1)
+    return tail_BT + (1.0 - tail_BT) * share_BT
 
 
 def _other_draws(vocab_size: int, batch: dict[str, Array]) -> dict[str, Array]:

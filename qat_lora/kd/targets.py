@@ -79,16 +79,11 @@ def check_top_k(spec: TargetSpec, top_k: int, *, whose: str = "The KD cache") ->
 
 
 def _topk(batch: Mapping[str, Tensor], index: int, spec: TargetSpec, k: int) -> Target:
-    """Candidates at a temperature: with z_k = logp_k + lse_1 the stored logit, ``log p_T(k) = z_k / T - lse_T``.
+    """Candidates at a temperature: ``log p_T(k) = log p_1(k) / T + c``, where c makes the stored p_T sum to 1 - tail_T.
 
-    The sum of the stored p_T is then set to the stored 1 - tail_T: log-probabilities are rounded, and the little mass
-    that this makes or takes would be read as tail.
+    At T = 1, too: log-probabilities are rounded, and the little mass that this makes or takes would be read as tail.
     """
-    temperature = spec.temperatures[index]
-    logp_BTK = batch["topk_logprobs"]
-    if temperature != 1.0:
-        lse_BT1 = batch["lse"][..., :1]
-        logp_BTK = (logp_BTK + lse_BT1) / temperature - batch["lse"][..., index : index + 1]
+    logp_BTK = batch["topk_logprobs"] / spec.temperatures[index]
     stored_BT1 = torch.log1p(-batch["tail"][..., index : index + 1])
     logp_BTK = logp_BTK + (stored_BT1 - logp_BTK.logsumexp(-1, keepdim=True))
     candidates = SparseTarget(batch["topk_ids"][..., :k].flatten(0, 1), logp_BTK[..., :k].flatten(0, 1))

@@ -48,16 +48,32 @@ def test_candidates_that_stay_keep_their_probability_and_the_rest_is_tail(top_k,
         assert len(set(ids_K.tolist())) == kept and int(ids_K.max()) < 20
         stored = [i for i in p_V.topk(top_k).indices.tolist() if i < 20]
         assert ids_K[: len(stored)].tolist() == stored, "in their order"
-        wanted = p_V[stored] / (p_V[:20].sum() if kept == 20 else 1.0)
-        if top_k < 20:
-            assert torch.allclose(logprobs_K.exp()[: len(stored)], wanted, atol=1e-6)
-        elif len(stored) == 20:
-            assert torch.allclose(logprobs_K.exp(), wanted, atol=1e-6)
+        # where all that the student has are candidates, they share the rest in proportion
+        wanted = p_V[stored] / (p_V[stored].sum() if kept == 20 else 1.0)
+        assert torch.allclose(logprobs_K.exp()[: len(stored)], wanted, atol=1e-6)
         assert logprobs_K.exp()[len(stored) :].sum() == 0
-    if top_k < 20:
-        mass_S = torch.stack([p[[i for i in p.topk(top_k).indices.tolist() if i < 20]].sum() for p in p_SV])
-        tail_S = torch.from_numpy(found["tail"][..., TEMPERATURES.index(temperature)]).flatten()
-        assert torch.allclose(tail_S, 1 - mass_S, atol=1e-6)
+    kept_S = target.logprobs_SK.exp().sum(-1)
+    tail_S = torch.from_numpy(found["tail"][..., TEMPERATURES.index(temperature)]).flatten()
+    assert torch.allclose(tail_S, 1 - kept_S, atol=1e-6)
+    assert (tail_S > 1e-4).all() if top_k < 20 else (tail_S == 0).all()
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_the_whole_of_the_smaller_vocabulary_sums_to_one_though_nothing_of_it_is_padding(temperature) -> None:
+    """K = V' and every candidate below it: there is nothing to take out, and still no tail to hand out."""
+    given, _ = batch_of(20, padding_logit=-12.0)
+    assert (given["topk_ids"] < 20).all() and (given["tail"] > 0).any()
+    found = without_ids_from(20, given, TEMPERATURES)
+    spec = manifest_of(blocks_of(2), top_k=20, temperatures=TEMPERATURES).target_spec
+    target = targets({name: torch.from_numpy(x) for name, x in found.items()}, temperature, spec)
+    assert (target.logprobs_SK.exp().sum(-1) - 1).abs().max() < 1e-6 and (found["tail"] == 0).all()
+
+
+def test_beside_draws_of_the_tail_both_candidates_and_draws_of_padding_are_taken_out() -> None:
+    given, _ = batch_of(6)
+    draws = np.sort(np.random.RandomState(0).randint(0, VOCAB, (*ROWS, 4)), axis=-1)
+    found = without_ids_from(20, given | {"draw_ids": draws}, TEMPERATURES)
+    assert found["topk_ids"].max() < 20 and found["draw_ids"].max() < 20 and (found["tail"] > given["tail"]).any()
 
 
 def test_a_batch_without_padding_is_handed_on() -> None:
