@@ -7,6 +7,8 @@ wrapper's ``base_layer`` included, and a layer reachable by two names stays one 
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,6 +19,9 @@ from qat_lora.config import LinearQuant, QuantScheme
 from qat_lora.errors import ConfigError, ModelError, did_you_mean
 from qat_lora.quant.layers import CodedLinear, QuantLinear
 
+log = logging.getLogger(__name__)
+
+LINE_SECONDS = 10.0  # at least, between two words on how far a long search is
 QuantPart = Literal["weights", "scales", "luts"]
 
 
@@ -34,9 +39,13 @@ def quantize_model(
     plan = [(*_find_linear(model, name), _config_of(scheme, name, role)) for name, role in targets.items()]
     names = tuple(name for name, _, _ in plan)
     _check_own_weights(model, names)
-    for name, linear, config in plan:
+    told = time.monotonic()
+    for number, (name, linear, config) in enumerate(plan, 1):
         if search:
             _check_finite(name, linear)
+            if time.monotonic() - told >= LINE_SECONDS:
+                log.info("rounding layer %d/%d", number, len(plan))
+                told = time.monotonic()
         _replace(model, linear, QuantLinear.from_linear(linear, config, search=search))
     return names
 

@@ -123,7 +123,7 @@ def test_a_run_says_what_it_trains_how_far_it_is_and_what_comes_next(tmp_path, c
     said = caplog.text
     rows = re.search(r": (\d+) rows of 24 tokens to train on, (\d+) held out", said)
     assert f"preset q2_g32: 2.73 bits per weight; cache {cache_dir}: " in said
-    assert rows and int(rows[1]) + int(rows[2]) == 87
+    assert rows and 0 < int(rows[2]) < int(rows[1])
     assert f"a step takes 128 rows, but the cache has only {rows[1]} to train on" in said
     assert re.search(r"step 1/2 loss .* s, [\d,]+ tokens/s, 0:00:0\d left", said)
     assert f"next: qat-lora recover --checkpoint {tmp_path}/qat/best.pt --cache-dir {cache_dir}" in (

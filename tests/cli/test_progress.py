@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 
 import pytest
+import torch
 from rich.console import Console
 
 from qat_lora.cli import progress
+from qat_lora.config import presets
 
 
 @pytest.fixture
@@ -66,3 +68,14 @@ def test_work_that_fails_leaves_no_bar(screen) -> None:
         raise ValueError("broken")
     assert "\x1b[2K" in text().rsplit("qat", 1)[1] if text() else True, "drawn on a terminal, and erased"
     assert bool(text()) == progress.console.is_terminal
+
+
+def test_rounding_says_which_layer_it_is_at(monkeypatch, caplog) -> None:
+    from qat_lora.quant import conversion
+
+    now = iter(range(0, 1000, 4))
+    monkeypatch.setattr(conversion.time, "monotonic", lambda: float(next(now)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 8, bias=False) for _ in range(8)))
+    with caplog.at_level("INFO"):
+        conversion.quantize_model(model, presets.scheme("q4_g32"), {str(i): "mlp" for i in range(8)})
+    assert [r.message for r in caplog.records] == ["rounding layer 3/8", "rounding layer 6/8"]

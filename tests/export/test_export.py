@@ -81,6 +81,8 @@ def test_the_lines_of_every_card_give_the_students_logits_wherever_the_folder_li
             assert torch.equal(probe_logits(model_of_the_card(moved / folder, monkeypatch), ids), expected), folder
         assert str(tmp_path) not in "".join(p.read_text() for p in moved.rglob("*.json")), "a path of this machine"
     assert not torch.equal(probe_logits(plain(moved / "base"), ids), expected), "the adapters do nothing"
+    readme = Path(__file__).parents[2] / "README.md"
+    assert python_of(readme.read_text()) == python_of((moved / "README.md").read_text())
     with pytest.raises((OSError, ValueError)):
         plain(moved)  # what would be the student without its adapters
 
