@@ -196,25 +196,21 @@ def _with_some_attention(folder: Path, **words: Any) -> tuple[PreTrainedModel, d
 
 def _use_plain_linears(model: nn.Module) -> None:
     """Make a family's own kind of Linear torch's, in place, where a trial shows that it computes the same."""
-    kinds: dict[type, bool] = {}
     for module in model.modules():
-        if isinstance(module, nn.Linear) and (kind := type(module)) is not nn.Linear:
-            if kind not in kinds:
-                kinds[kind] = _computes_linear(kind)
-            if kinds[kind]:
-                module.__class__ = nn.Linear
+        if isinstance(module, nn.Linear) and type(module) is not nn.Linear and _computes_linear(type(module)):
+            module.__class__ = nn.Linear
 
 
 @torch.no_grad()
 def _computes_linear(kind: type[nn.Linear]) -> bool:
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         small, x = nn.Linear(3, 2), torch.randn(5, 3)
-        expected = small(x)
-        small.__class__ = kind
-        try:
-            return torch.allclose(small(x), expected)
-        except (TypeError, AttributeError, RuntimeError):
-            return False
+    expected = small(x)
+    small.__class__ = kind
+    try:
+        return torch.allclose(small(x), expected)
+    except (TypeError, AttributeError, RuntimeError):
+        return False
 
 
 def _stored_bits(folder: Path) -> int:

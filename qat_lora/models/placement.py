@@ -55,17 +55,12 @@ class Placement:
                 f"max_memory names {absent[0]}, but --device {self.device.type} has {there}; bound these, or use "
                 "another --device."
             )
-        if self.quantization:
-            self._check_quantization(folder)
-
-    def _check_quantization(self, folder: Path) -> None:
-        if _is_quantized(folder):
+        if self.quantization and _is_quantized(folder):
             raise ModelError(
                 f"{folder} holds weights that are quantised already (its config.json has a quantization_config), so "
                 f"they cannot become {self.quantization}; drop --quantize-teacher."
             )
-        known = _bitsandbytes_devices()
-        if self.device.type not in known:
+        if self.quantization and self.device.type not in (known := _bitsandbytes_devices()):
             raise DeviceError(
                 f"--quantize-teacher {self.quantization} needs bitsandbytes, which knows {', '.join(sorted(known))} "
                 f"but not {self.device.type}; use another --device, or drop --quantize-teacher."
@@ -86,14 +81,12 @@ class Placement:
             if self.max_memory or self.device.type == "cpu":
                 words["max_memory"] = self._free_memory() | dict(self.max_memory)
         if self.quantization:
-            words["quantization_config"] = {"quant_method": "bitsandbytes", **self._bitsandbytes_words()}
+            how: dict[str, Any] = {"load_in_8bit": True}
+            if self.quantization == "4bit":
+                compute = str(self.dtype).removeprefix("torch.")
+                how = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": compute}
+            words["quantization_config"] = {"quant_method": "bitsandbytes", **how}
         return words
-
-    def _bitsandbytes_words(self) -> dict[str, Any]:
-        if self.quantization == "8bit":
-            return {"load_in_8bit": True}
-        compute = str(self.dtype).removeprefix("torch.")
-        return {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": compute}
 
     def _free_memory(self) -> dict[int | str, int]:
         """Most of what is free at each place that may be taken: the host alone where it is the device."""
@@ -121,7 +114,7 @@ def memory_bytes(max_memory: Sequence[str]) -> dict[int | str, int]:
 
 @contextlib.contextmanager
 def weights_present(layer: nn.Module) -> Iterator[None]:
-    """The context in which a layer's weights are where it computes; what is taken from them there may be kept."""
+    """The context in which a layer's weights are where it computes; tensors made of them outlive it."""
     if not hasattr(layer, "_hf_hook"):
         yield
         return
@@ -132,7 +125,7 @@ def weights_present(layer: nn.Module) -> Iterator[None]:
 
 
 def places_of(model: nn.Module) -> str:
-    """Say how many modules lie where, as accelerate placed them."""
+    """Say how many modules lie on which device."""
     found = Counter(str(place) for place in getattr(model, "hf_device_map", {}).values())
     return ", ".join(f"{count} on {place}" for place, count in found.items()) or "all on one device"
 

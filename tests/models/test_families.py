@@ -6,6 +6,7 @@ its checks.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 
@@ -166,3 +167,119 @@ def test_a_model_whose_decoder_is_not_found_is_refused(tmp_path) -> None:
     model = transformers.Llama4ForCausalLM(config_of("Llama4Text", settings))
     with pytest.raises(ModelError, match="Llama4ForCausalLM does not say which part of it is the decoder"):
         models.check_head(model)
+
+
+def load_of(name: str, settings: dict, folder: Path) -> models.Loaded:
+    return models.load(str(saved(config_of(name, settings), folder)))
+
+
+def test_attention_is_fused_where_that_is_known_and_else_the_familys_own(tmp_path, caplog) -> None:
+    caplog.set_level(logging.INFO, logger="qat_lora")
+    for name, attention in (("Llama", "sdpa"), ("Gemma2", "eager"), ("Bloom", "eager")):
+        loaded = load_of(name, WIDE if name == "Gemma2" else {}, tmp_path / name)
+        assert loaded.model.config._attn_implementation == attention
+        loaded.check(seq_len=32)
+    assert [r.getMessage() for r in caplog.records if "attention" in r.getMessage()] == [
+        f"{name}ForCausalLM has no fused attention: its own is used, which takes more memory"
+        for name in ("Gemma2", "Bloom")
+    ]
+
+
+def test_a_model_with_no_known_attention_is_refused_and_the_advice_is_not_to_download_it_again(
+    teacher_dir, monkeypatch
+) -> None:
+    def refuse(folder, *, attn_implementation, **words):
+        raise ValueError(f'Specified `attn_implementation="{attn_implementation}"` is not supported.')
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(ModelError, match=r"runs with neither sdpa nor eager attention \(.*eager.*\); use another"):
+        models.load(str(teacher_dir))
+
+
+def test_a_file_that_cannot_be_read_is_not_read_twice(teacher_dir, monkeypatch) -> None:
+    asked = []
+
+    def fail(folder, *, attn_implementation, **words):
+        asked.append(attn_implementation)
+        raise ValueError("header too large")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(ModelError, match=r"no causal LM can be read in .* \(header too large\); check config.json"):
+        models.load(str(teacher_dir))
+    assert asked == ["sdpa"]
+
+
+@pytest.mark.parametrize("name", ["Falcon", "GPTJ"])
+def test_xla_says_where_its_attention_cannot_stand_in(name) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(config_of(name, {"rotary_dim": 4} if name == "GPTJ" else {}))
+    said = f"{name}ForCausalLM does not let its attention be replaced, which XLA needs; use --device cpu or cuda"
+    with pytest.raises(ModelError, match=said):
+        models.use_chunked_attention(model)
+
+
+class Doubling(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Other(nn.Linear):
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+def test_only_a_linear_that_computes_the_same_becomes_torchs() -> None:
+    model = nn.ModuleList([Doubling(3, 2), Other(3, 2), nn.Linear(3, 2)])
+    before = torch.get_rng_state()
+    models.loading._use_plain_linears(model)
+    assert [type(m) for m in model] == [Doubling, nn.Linear, nn.Linear]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def mixture(*, rows_of_gate: int) -> nn.Module:
+    """A Llama whose second layer is a mixture of two Linears of experts, not fused."""
+    model = transformers.LlamaForCausalLM(config_of("Llama", KV))
+    layer = model.model.layers[1]
+    layer.mlp = nn.ModuleDict({
+        "gate": nn.Linear(16, rows_of_gate, bias=False),
+        "experts": nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2)),
+    })  # fmt: skip
+    return model
+
+
+def test_a_router_stays_exact_and_the_experts_beside_it_are_targets() -> None:
+    targets = models.target_linears(mixture(rows_of_gate=2))
+    experts = {name for name in targets if "layers.1.mlp" in name}
+    assert experts == {f"model.layers.1.mlp.experts.{i}" for i in range(2)}
+    assert "model.layers.1.mlp.gate" in models.target_linears(mixture(rows_of_gate=16)), "a projection, by its size"
+
+
+def test_a_matrix_outside_of_known_blocks_is_named() -> None:
+    model = transformers.LlamaForCausalLM(config_of("Llama", KV))
+    model.model.layers[1].extra = nn.Linear(16, 3, bias=False)
+    said = r"model\.layers\.1\.extra\.weight \(of a Linear\) and 0 other matrices of LlamaForCausalLM"
+    with pytest.raises(ModelError, match=said):
+        models.target_linears(model)
+
+
+def test_what_a_loaded_model_says_of_itself(tmp_path) -> None:
+    loaded = load_of("Qwen3", WIDE, tmp_path)
+    assert (loaded.context, loaded.stored_bits, loaded.identity.vocab_size) == (64, 32, VOCAB)
+    assert dict(loaded.targets) == models.target_linears(loaded.model) and loaded.targets is loaded.targets
+    loaded.check(seq_len=64, documents=True)
+    with pytest.raises(ModelError, match="seq_len=65 tokens exceed the model's context of 64; use --seq-len 64"):
+        loaded.check(seq_len=65)
+    plain = loaded.model.model.forward
+    loaded.model.model.forward = lambda input_ids, **_: plain(input_ids)
+    loaded.check(seq_len=8)
+    with pytest.raises(ModelError, match="Qwen3ForCausalLM cannot keep documents"):
+        loaded.check(seq_len=8, documents=True)
+
+
+def test_activation_bytes_know_every_familys_width_of_the_mlp() -> None:
+    def counted(name: str, settings: dict) -> int:
+        model = transformers.AutoModelForCausalLM.from_config(config_of(name, settings))
+        return models.activation_bytes(model, 10, torch.bfloat16, lean=False)
+
+    wide = 2 * 10 * 1.5 * (8 * 16 + 4 * 16 + 5 * 24) * 2
+    assert counted("Llama", {}) == wide
+    assert counted("OPT", FAMILIES["OPT"][1]) == counted("Falcon", FAMILIES["Falcon"][1]) == wide

@@ -79,8 +79,8 @@ class _CausalAttention(torch.autograd.Function):
             outputs.append((accurate(output_BGRcD) / sum_BGRc1).to(q_BHTD.dtype))
             lses.append(sum_BGRc1.log() + top_BGRc1)
         out_BHTD = torch.cat(outputs, dim=3).flatten(1, 2)
-        kept = (without_base(x) for x in (q_BHTD, k_BGTD, v_BGTD, out_BHTD))
-        ctx.save_for_backward(*kept, torch.cat(lses, dim=3), position_BT)
+        saved = (without_base(x) for x in (q_BHTD, k_BGTD, v_BGTD, out_BHTD))
+        ctx.save_for_backward(*saved, torch.cat(lses, dim=3), position_BT)
         ctx.settings = (scaling, window)
         return out_BHTD
 

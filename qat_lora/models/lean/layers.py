@@ -22,7 +22,7 @@ _OF_NO_CONSEQUENCE = {"training", "layer_idx"}
 
 
 def why_unlike(layers: Sequence[nn.Module], config: Any) -> str:
-    """Say what makes one layer another computation than the first, or a draw of random numbers; empty if nothing."""
+    """Say why a layer computes something else than layer 0, or draws random numbers; empty where none does."""
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
     if len(kinds) > 1:
         return f"they attend in {len(kinds)} ways ({', '.join(kinds)})"
@@ -68,8 +68,8 @@ class ScannedLayers(nn.ModuleList):
     def __getitem__(self, index: Any) -> Any:
         """A single layer, or, for all of them, a list of what runs them all."""
         if isinstance(index, slice):
-            whole = index.indices(len(self)) == (0, len(self), 1)
-            return [self._run] if whole else list(self._modules.values())[index]
+            is_all = index.indices(len(self)) == (0, len(self), 1)
+            return [self._run] if is_all else list(self._modules.values())[index]
         return super().__getitem__(index)
 
     def _run(self, hidden_BTH: Tensor, **shared: Any) -> Tensor:
@@ -88,12 +88,12 @@ def _signature(layer: nn.Module) -> dict[str, Any]:
     """What a trace of the layer depends on: classes, settings, and shape and dtype of every tensor, by name."""
     found: dict[str, Any] = {}
     for name, module in layer.named_modules():
-        kept = {k: v for k, v in vars(module).items() if k not in _OF_NO_CONSEQUENCE and isinstance(v, _PLAIN)}
-        kept["scaling"] = getattr(module, "scaling", None)  # a number in attention, a dict in peft's layers
+        plain = {k: v for k, v in vars(module).items() if k not in _OF_NO_CONSEQUENCE and isinstance(v, _PLAIN)}
+        plain["scaling"] = getattr(module, "scaling", None)  # a number in attention, a dict in peft's layers
         own_config = getattr(module, "config", None)
         if own_config is not None and not hasattr(own_config, "layer_types"):
-            kept["config"] = own_config  # a LinearQuant
-        found[name] = (type(module), kept)
+            plain["config"] = own_config  # a LinearQuant
+        found[name] = (type(module), plain)
     for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
         found[f"{name}:"] = (tensor.shape, tensor.dtype)
     return found

@@ -22,7 +22,7 @@ Loop: TypeAlias = Callable[[Body, list[Tensor], list[Tensor], int], tuple[list[T
 def in_turn(body: Body, carry: list[Tensor], xs: list[Tensor], size: int) -> tuple[list[Tensor], list[Tensor]]:
     """Run `body` over parts of `size` rows, the last of which may be shorter, and join its outputs.
 
-    No rows are one empty part, so that outputs of the right dtype and width come out.
+    Without any rows, `body` runs once on an empty part, so that outputs have their dtype and width.
     """
     rows = xs[0].shape[0]
     outputs: list[list[Tensor]] = []

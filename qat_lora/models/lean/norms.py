@@ -19,12 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from qat_lora.models.lean.products import made_from, without_base
 
-# of activations and of weights, as a model is used
-_DTYPES = (
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float32),
-)
+_F32, _BF16 = torch.float32, torch.bfloat16
+_DTYPES = ((_F32, _F32), (_BF16, _BF16), (_BF16, _F32))  # of activations and of weights, as a model is used
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
