@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import shutil
 from dataclasses import replace
@@ -144,10 +145,10 @@ EVALUATED_AT_THE_END = {"max_steps": 6, "eval_every": 0, "save_every": 3}
 @pytest.mark.parametrize(
     ("stage", "loop", "optim", "interrupted"),
     [
-        ("qat", SAVED_AT_ITS_EVALUATIONS, WITH_EMA, (1, 2, 4)),
+        ("qat", SAVED_AT_ITS_EVALUATIONS, WITH_EMA, (1, 2)),
         ("qat", EVALUATED_AT_THE_END, WITH_EMA, (3, 5)),
         ("qat", SAVED_AT_ITS_EVALUATIONS, GETTING_WORSE, (1, 3)),
-        ("recover", SAVED_AT_ITS_EVALUATIONS, WITH_EMA, (1, 2, 4)),
+        ("recover", SAVED_AT_ITS_EVALUATIONS, WITH_EMA, (1, 2)),
     ],
     ids=["qat", "qat evaluated at the end", "qat past its best", "recover"],
 )
@@ -196,21 +197,15 @@ def test_logging_evaluating_and_saving_change_nothing_that_is_trained(tmp_path, 
     often = {"log_every": 1, "eval_every": 1, "save_every": 2}
     seldom = {"log_every": 50, "eval_every": 0, "save_every": 0}
     contents, lines = [], []
-    for name, loop, level in (
-        ("seldom", seldom, logging.WARNING),
-        ("often", often, logging.WARNING),
-        ("aloud", seldom, logging.DEBUG),
-        ("often aloud", often, logging.DEBUG),
-    ):
+    for name, loop, level in (("seldom", seldom, logging.WARNING), ("often aloud", often, logging.DEBUG)):
         caplog.clear()
         caplog.set_level(level)
         run_qat(qat_run(cache_dir, tmp_path / name, loop=loop, optim=WITH_EMA), runtime)
         contents.append(load_checkpoint(tmp_path / name / "last.pt"))
         lines.append(sum(record.levelno < logging.WARNING for record in caplog.records))
-    assert lines[:2] == [0, 0] and 0 < lines[2] < lines[3], "the levels must make a difference to what is logged"
-    for content in contents[1:]:
-        for part in ("optimizer", "ema", "tensors"):
-            assert_same(content[part], contents[0][part], part)
+    assert lines[0] == 0 < lines[1], "the levels must make a difference to what is logged"
+    for part in ("optimizer", "ema", "tensors"):
+        assert_same(contents[1][part], contents[0][part], part)
 
 
 def test_an_evaluation_leaves_dropout_on(tmp_path, cache_dir, runtime) -> None:
@@ -218,7 +213,8 @@ def test_an_evaluation_leaves_dropout_on(tmp_path, cache_dir, runtime) -> None:
     best = run_qat(qat_run(cache_dir, tmp_path / "student", loop={"max_steps": 1}), runtime).best
     contents = []
     for name, every in (("often", 1), ("seldom", 0)):
-        run = recovery_run(cache_dir, tmp_path / name, best, loop={"eval_every": every}, adapter=STOCHASTIC["adapter"])
+        loop = {"eval_every": every, "max_steps": 3}
+        run = recovery_run(cache_dir, tmp_path / name, best, loop=loop, adapter=STOCHASTIC["adapter"])
         run_recovery(run, runtime)
         contents.append(load_checkpoint(tmp_path / name / "last.pt"))
     assert_same(contents[0]["adapters"], contents[1]["adapters"])
@@ -266,10 +262,10 @@ def test_a_recovery_gradient_goes_through_every_frozen_layer(preset, teacher_dir
     """Every adapter's gradient, the first layer's too, equals autograd through the dequantised model, bit for bit."""
     dataset = KDCacheDataset(cache_dir, preload=True)
     batch = next(dataset.batches(3))
-    found = []
+    found, rounded = [], models.load(str(teacher_dir)).model
+    round_to_nearest(rounded, scheme(preset))
     for convert in (freeze_codes, to_dense):
-        model = models.load(str(teacher_dir)).model
-        round_to_nearest(model, scheme(preset))
+        model = copy.deepcopy(rounded)
         convert(model)
         torch.manual_seed(3)
         adapted = adapters.attach(model, models.target_linears(model), AdapterConfig(recovery_r=4), base_name="tiny")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 import stat
 from pathlib import Path
 
 import pytest
+import torch
 
-from qat_lora.errors import OutputError
+from qat_lora.errors import DiskFull, OutputError
 from qat_lora.files import check_writable, sha256_file, write_atomically, write_json
 
 
@@ -44,6 +47,23 @@ def test_a_writer_that_fails_leaves_no_file_where_none_was(tmp_path) -> None:
     with pytest.raises(OutputError, match=r"file cannot be written \(No space\); choose another --output"):
         write_atomically(tmp_path / "file", write_half_and(OSError(28, "No space")))
     assert names_below(tmp_path) == []
+
+
+@pytest.mark.parametrize("limit", [70, 4_000, 50_000, 80_500])
+def test_a_disk_that_fills_up_under_torch_save_is_named(limit, tmp_path) -> None:
+    """Whose writer raises a RuntimeError of its own in place of the system's error."""
+    path, limits = tmp_path / "file", resource.getrlimit(resource.RLIMIT_FSIZE)
+    path.write_bytes(b"old")
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+        with pytest.raises(DiskFull, match=r"file cannot be written \(File too large\); choose another --output"):
+            write_atomically(path, lambda stream: torch.save({"x": torch.zeros(20_000)}, stream))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert path.read_bytes() == b"old"
+    assert names_below(tmp_path) == ["file"]
 
 
 def test_readers_see_the_old_content_until_the_file_is_whole(tmp_path) -> None:

@@ -99,7 +99,7 @@ def lower_layers(
         models.scan_decoder(model, runtime.scan)
     elif execution.gradient_checkpointing == "on" or (
         execution.gradient_checkpointing == "auto"
-        and not _activations_fit_all(model, runtime, tokens, execution.sync, to_come_bytes)
+        and not _keeps_activations(model, runtime, tokens, execution.sync, to_come_bytes)
     ):
         models.checkpoint_layers(model, runtime.checkpoint)
     if runtime.static_graph:
@@ -107,31 +107,28 @@ def lower_layers(
         log.info("%d layers: expect up to %d s of compiling on two idle host cores, less on more", depth, seconds)
 
 
-def _activations_fit_all(model: nn.Module, runtime: Runtime, tokens: int, sync: Sync, to_come_bytes: int) -> bool:
-    """Whether they fit on every rank: ranks must not trace different graphs."""
-    fit = _activations_fit(model, runtime, tokens, sync, to_come_bytes)
-    if runtime.agree(lambda: bytes([fit])):
-        return fit
-    log.info("activations do not fit on every rank: recomputed in backward on all of them")
-    return not models.has_checkpointing(model)
+def _keeps_activations(model: nn.Module, runtime: Runtime, tokens: int, sync: Sync, to_come_bytes: int) -> bool:
+    """Whether what backward would keep takes less than half of what will be free on the device, on every rank.
 
-
-def _activations_fit(model: nn.Module, runtime: Runtime, tokens: int, sync: Sync, to_come_bytes: int) -> bool:
-    """Whether the activations that backward would keep take less than half of what will be free on the device."""
-    memory = runtime.memory()
+    On every rank the same: they must not trace different graphs.
+    """
+    free_bytes = runtime.memory().free_bytes
     needed = models.activation_bytes(model, tokens, runtime.precision.compute, lean=_is_lean(model))
     if runtime.static_graph and sync != "phase":
         needed *= _ONE_PROGRAM_KEEPS
-    if memory.free_bytes is None:
-        return True
-    free_bytes = max(0, memory.free_bytes - to_come_bytes)
-    fits = needed < free_bytes / 2
-    words = "kept" if fits else "recomputed in backward (--gradient-checkpointing off keeps them)"
-    if not fits and not models.has_checkpointing(model):
+    left_bytes = None if free_bytes is None else max(0, free_bytes - to_come_bytes)
+    fits = left_bytes is None or needed < left_bytes / 2
+    all_agree = runtime.agree(lambda: bytes([fits]))
+    can_recompute = models.has_checkpointing(model)
+    keeps = not can_recompute or (fits and all_agree)
+    if not fits and not can_recompute:
         log.warning("the model cannot recompute its layers (it has no gradient checkpointing): less --batch-size helps")
-        words = "kept"
-    log.info("activations of about %.2f GiB, %.2f GiB free: %s", needed / 2**30, free_bytes / 2**30, words)
-    return words == "kept"
+    if not all_agree:
+        log.info("activations do not fit on every rank: recomputed in backward on all of them")
+    elif left_bytes is not None:
+        words = "kept" if keeps else "recomputed in backward (--gradient-checkpointing off keeps them)"
+        log.info("activations of about %.2f GiB, %.2f GiB free: %s", needed / 2**30, left_bytes / 2**30, words)
+    return keeps
 
 
 def _is_lean(model: nn.Module) -> bool:

@@ -48,25 +48,14 @@ def train(
     runtime.mark_step("set-up")
     for hook in hooks:
         hook.start(state)
+    state.model.train()
     with contextlib.closing(runtime.wrap_loader(batches)) as on_device:
-        for info in _steps(state, on_device, objective, loop, optim, runtime):
+        while state.step < loop.max_steps:
+            micro_batches = [next(on_device) for _ in range(loop.accumulation_steps)]
+            info = train_step(state, micro_batches, objective, optim, runtime)
             for hook in hooks:
                 if hook.every and info.step % hook.every == 0:
                     hook.after_step(state, info)
     runtime.barrier("before_final_save")
     for hook in hooks:
         hook.end(state)
-
-
-def _steps(
-    state: TrainState,
-    batches: Iterator[Batch],
-    objective: KDObjective,
-    loop: LoopConfig,
-    optim: OptimConfig,
-    runtime: Runtime,
-) -> Iterator[StepInfo]:
-    state.model.train()
-    while state.step < loop.max_steps:
-        micro_batches = [next(batches) for _ in range(loop.accumulation_steps)]
-        yield train_step(state, micro_batches, objective, optim, runtime)

@@ -224,8 +224,9 @@ def test_whole_runs_end_in_the_same_bits(tmp_path, cache_dir, runtime) -> None:
     last = []
     for mode in ("off", "on"):
         execution = ExecutionConfig(gradient_checkpointing=mode)
-        qat = run_qat(qat_run(cache_dir, tmp_path / mode / "qat", execution=execution), runtime)
-        result = run_recovery(recovery_run(cache_dir, tmp_path / mode / "rec", qat.best, execution=execution), runtime)
+        how = {"execution": execution, "loop": {"max_steps": 2}}
+        qat = run_qat(qat_run(cache_dir, tmp_path / mode / "qat", **how), runtime)
+        result = run_recovery(recovery_run(cache_dir, tmp_path / mode / "rec", qat.best, **how), runtime)
         last.append((qat.state.last_kl, result.state.last_kl, result.state.trained))
     assert last[0][:2] == last[1][:2]
     assert all(torch.equal(last[0][2][name], last[1][2][name]) for name in last[0][2])
