@@ -40,7 +40,7 @@ class CheckpointError(QatLoraError):
 
 
 class TrainingError(QatLoraError):
-    """A run cannot go on: the loss is no number any more."""
+    """A run cannot continue: its loss or its weights are not finite."""
 
 
 class ExportMismatch(QatLoraError):

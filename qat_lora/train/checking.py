@@ -29,19 +29,13 @@ from qat_lora.train.student import student_tensors
 
 log = logging.getLogger(__name__)
 
-# What may differ between a run and its resumption: places, which are compared by what lies there (identity, cache);
-# how a step is executed; how long the run is, what it reports and keeps; and what is only a check.
-FREE_ON_RESUME = frozenset(
-    (
-        *("output", "place", "execution", "model", "cache_dir", "checkpoint", "preset", "preload", "disk_cache_gb"),
-        *("max_steps", "log_every", "eval_every", "eval_rows", "save_every", "keep_last"),
-        *(
-            "chunk_tokens",
-            "seq_len",
-        ),  # the first splits a sum; the second is compared with the cache, which is the same
-        *("batch_size", "accumulation_steps", "global_batch_size"),  # their product over the ranks is compared
-    )
-)
+# What may differ between a run and its resumption. Places are compared by what lies there (identity, cache); rows per
+# step as batch_size x accumulation_steps x ranks; seq_len is a check of the cache, which is the same.
+_PLACES = ("output", "place", "model", "cache_dir", "checkpoint", "preset")
+_HOW_IT_RUNS = ("execution", "preload", "disk_cache_gb", "chunk_tokens", "seq_len")
+_HOW_LONG_AND_WHAT_IT_REPORTS = ("max_steps", "log_every", "eval_every", "eval_rows", "save_every", "keep_last")
+_ROWS_PER_STEP = ("batch_size", "accumulation_steps", "global_batch_size")
+FREE_ON_RESUME = frozenset((*_PLACES, *_HOW_IT_RUNS, *_HOW_LONG_AND_WHAT_IT_REPORTS, *_ROWS_PER_STEP))
 
 
 def check(opening: Opening) -> None:

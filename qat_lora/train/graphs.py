@@ -37,11 +37,11 @@ class RecompileHook:
         if self._first is None:
             self._first = signature(state, info)
             self._known = self._first_count = self._runtime.compiled()
-        said = self._look(state, info, self._first)
-        if said and 0 <= self._most < self.after_first_step:
+        reason = self._look(state, info, self._first)
+        if reason and 0 <= self._most < self.after_first_step:
             raise TrainingError(
                 f"{self.after_first_step} compilations after the first step, --max-recompiles allows {self._most}; "
-                f"at step {info.step}: {said}."
+                f"at step {info.step}: {reason}."
             )
 
     def end(self, state: TrainState) -> None:
@@ -56,9 +56,9 @@ class RecompileHook:
             return ""
         self._known = compiled
         graphs = self._runtime.compilations()
-        said = difference(first, signature(state, info), graphs[: self._first_count], graphs[known:])
-        log.warning("step %d compiled %d graph(s) again: %s", info.step, compiled - known, said)
-        return said
+        reason = difference(first, signature(state, info), graphs[: self._first_count], graphs[known:])
+        log.warning("step %d compiled %d graph(s) again: %s", info.step, compiled - known, reason)
+        return reason
 
     @property
     def after_first_step(self) -> int:

@@ -93,7 +93,7 @@ def test_a_run_that_is_autoscaled_reads_the_larger_batches(tmp_path, cache_dir) 
     assert summary["tokens"] == 2 * 2 * 4 * SEQ_LEN
     record = json.loads((run.output / "run.json").read_text())["config"]
     assert (record["loop"]["batch_size"], record["optim"]["lr"]) == (8, pytest.approx(2.4e-3))
-    # gone on with by the same command; the batch must not be doubled anew
+    # resumed by the same command; the batch must not be doubled anew
     run_qat(replace(run, loop=replace(run.loop, max_steps=3)), Static("cpu"), launch="resume")
     record = json.loads((run.output / "run.json").read_text())["config"]
     assert (record["loop"]["batch_size"], record["loop"]["max_steps"]) == (8, 3)

@@ -37,7 +37,7 @@ def read(path) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-def test_loss_csv_goes_on_behind_the_step_that_is_resumed(tmp_path, state) -> None:
+def test_loss_csv_continues_behind_the_step_that_is_resumed(tmp_path, state) -> None:
     losses = LossLog(tmp_path / "loss.csv")
     hook = LogHook(losses, SpeedHook(CPU), CPU, every=1)
     hook.start(state)

@@ -124,7 +124,7 @@ def test_the_census_reads_no_value(monkeypatch) -> None:
     assert held.sum() == 3
 
 
-def test_a_run_writes_its_memory_beside_its_losses_and_a_resumed_one_goes_on(tmp_path, cache_dir, runtime) -> None:
+def test_a_run_writes_its_memory_beside_its_losses_and_a_resumed_one_continues(tmp_path, cache_dir, runtime) -> None:
     loop = {"max_steps": 4, "log_every": 2, "save_every": 2}
     run = qat_run(cache_dir, tmp_path / "qat", loop=loop, execution=ExecutionConfig(mem_debug="metrics"))
     run_qat(run, runtime)

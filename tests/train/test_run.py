@@ -115,7 +115,7 @@ def test_a_students_checkpoint_reads_back_as_the_student(tmp_path, cache_dir, te
         assert torch.equal(student(input_ids=ids).logits, result.state.model.eval()(input_ids=ids).logits)
 
 
-def test_qat_goes_on_from_a_student_of_its_scheme_and_refuses_another(tmp_path, cache_dir, runtime) -> None:
+def test_qat_continues_from_a_student_of_its_scheme_and_refuses_another(tmp_path, cache_dir, runtime) -> None:
     first = run_qat(qat_run(cache_dir, tmp_path / "one"), runtime)
     second = run_qat(qat_run(cache_dir, tmp_path / "two", checkpoint=str(first.best), train=("scales",)), runtime)
     assert second.state.first_kl == first.state.best_kl
