@@ -144,7 +144,7 @@ def write_synthetic(folder: Path, size_mb: int) -> int:
         count = len(writer.manifest.shard_rows(index))
         made["input_ids"] = source.randint(0, 4096, (256, SEQ_LEN)).astype(np.int32)
         writer.write_shard(index, {name: np.ascontiguousarray(x[:count]) for name, x in made.items()})
-    return sum(shard.bytes for shard in writer.finish().shards)
+    return writer.finish().size_bytes
 
 
 def resident_mb() -> dict[str, float]:

@@ -23,7 +23,7 @@ from torch_xla.core.xla_builder import create_placeholder_tensor
 
 from qat_lora import adapters, models
 from qat_lora.cache import CacheManifest
-from qat_lora.cache.teacher import stored_of
+from qat_lora.cache.reduce import stored_of
 from qat_lora.config import AdapterConfig, ExecutionConfig, KDConfig, OptimConfig, Packing
 from qat_lora.config.presets import scheme
 from qat_lora.evaluate import Windows, cached_kl, measure

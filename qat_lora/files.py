@@ -38,11 +38,11 @@ def write_atomically(path: Location, write: Callable[[BinaryIO], object]) -> Non
                 stream.flush()
                 os.fsync(stream.fileno())
             os.replace(temporary, path)
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise _unwritable(path, error) from None
+        raise unwritable(path, error) from None
 
 
 class _File(io.FileIO):
@@ -95,7 +95,7 @@ def check_writable(folder: Location) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
     except OSError as error:
-        raise _unwritable(folder, error) from None
+        raise unwritable(folder, error) from None
     finally:
         with contextlib.suppress(OSError):  # what was not made cannot be removed
             probe.unlink(missing_ok=True)
@@ -103,13 +103,14 @@ def check_writable(folder: Location) -> None:
                 path.rmdir()
 
 
-def _unwritable(path: Path, error: OSError) -> OutputError:
+def unwritable(path: Path, error: OSError) -> OutputError:
+    """What is raised where a file cannot be written."""
     reason = error.strerror or str(error)
     kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else OutputError
     return kind(f"{path} cannot be written ({reason}); choose another --output or free space.")
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the rename itself durable; only POSIX systems can open a folder for that."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)

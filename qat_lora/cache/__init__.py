@@ -1,33 +1,38 @@
-"""The teacher's predictions on disk: built, read, checked, converted."""
+"""The teacher's predictions on disk: built, read, checked, converted. Not what a student is asked to match (`kd`)."""
 
-from qat_lora.cache.format import CacheManifest, ShardRecord
+from qat_lora.cache.build import build_cache, token_arrays
+from qat_lora.cache.index import CacheIndex, Shard, load_cache, row_keys, source_digest
+from qat_lora.cache.manifest import CacheManifest, Part, load_manifest
 from qat_lora.cache.older import convert_older, is_older
 from qat_lora.cache.operations import convert, merge, split_parts, split_rows
-from qat_lora.cache.parts import Part, load_manifest
-from qat_lora.cache.reader import KDCacheDataset
-from qat_lora.cache.soundness import verify
-from qat_lora.cache.summary import CacheSummary, summarise
-from qat_lora.cache.teacher import build_cache, topk_rows
+from qat_lora.cache.read import KDCacheDataset
+from qat_lora.cache.reduce import topk_rows
+from qat_lora.cache.summary import CacheSummary, summarise, verify
 from qat_lora.cache.vocabulary import differ_in_padding
-from qat_lora.cache.writer import CacheWriter
+from qat_lora.cache.write import CacheWriter
 
 __all__ = [
+    "CacheIndex",
     "CacheManifest",
     "CacheSummary",
     "CacheWriter",
     "KDCacheDataset",
     "Part",
-    "ShardRecord",
+    "Shard",
     "build_cache",
     "convert",
     "convert_older",
     "differ_in_padding",
     "is_older",
+    "load_cache",
     "load_manifest",
     "merge",
+    "row_keys",
+    "source_digest",
     "split_parts",
     "split_rows",
     "summarise",
+    "token_arrays",
     "topk_rows",
     "verify",
 ]

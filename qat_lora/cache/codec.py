@@ -2,24 +2,23 @@
 
 Owns which encoding a field has: ids in as many bits as the vocabulary needs, log-probabilities on a grid (`gaps`),
 draws as runs (`draws`). Ids, draws and floats are exact both ways, but for draws behind the end of a row, which become
-0. What the tensors are called, and their shapes and dtypes, is `format`'s.
+0. What the tensors are called, and their shapes and dtypes, is `manifest`'s.
 
 Legend: R rows, T positions of a row, K candidates, N draws, m temperatures with ratios, P bytes.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from qat_lora.cache.format import GRID_BITS, Arrays, CacheManifest, ends_name
-from qat_lora.cache.gaps import from_gaps, to_gaps
+from qat_lora.cache.gaps import expected_kl, from_gaps, to_gaps
+from qat_lora.cache.manifest import GRID_BITS, Array, Arrays, CacheManifest, ends_name
 from qat_lora.kd.bits import pack, unpack
 from qat_lora.kd.draws import from_runs, run_ends, runs_of, to_runs
-
-Array: TypeAlias = "np.ndarray[Any, Any]"
-
 
 AS_STORED = ("levels", "largest_gap")  # what `decoded` adds to the fields
 
@@ -30,8 +29,10 @@ def encoded(manifest: CacheManifest, fields: Arrays) -> dict[str, Array]:
     Log-probabilities that come with what `decoded` had them from are stored as they were, bit for bit.
     """
     found = dict(fields)
-    if manifest.packing == "documents":
-        found["starts"] = pack(fields["starts"], 1)
+    for name in found.keys() & {"starts", "answer"}:
+        found[name] = pack(fields[name], 1)
+    if "held_out" in found:
+        found["held_out"] = fields["held_out"].astype(np.uint8)
     if manifest.store == "topk":
         found["topk_ids"] = pack(_in_rows(fields["topk_ids"]), manifest.id_bits)
         if manifest.logprob_bits in GRID_BITS:
@@ -59,8 +60,10 @@ def decoded(manifest: CacheManifest, tensors: Arrays) -> dict[str, Array]:
     """
     found = {name: x for name, x in tensors.items() if name in manifest.fields(1)}
     rows, length = found["input_ids"].shape
-    if manifest.packing == "documents":
-        found["starts"] = unpack(tensors["starts"], 1, length).astype(bool)
+    for name in found.keys() & {"starts", "answer"}:
+        found[name] = unpack(tensors[name], 1, length).astype(bool)
+    if "held_out" in found:
+        found["held_out"] = tensors["held_out"].astype(bool)
     if manifest.store == "topk":
         count = length * manifest.top_k
         ids_RX = unpack(tensors["topk_ids"], manifest.id_bits, count).astype(np.int64)
@@ -92,6 +95,71 @@ def decoded_levels(manifest: CacheManifest, tensors: Arrays) -> Array:
     stored, gaps = tensors["topk_logprobs"], manifest.top_k - 1
     levels_RX = unpack(stored, manifest.logprob_bits, manifest.seq_len * gaps).astype(np.uint8)
     return levels_RX.reshape(len(stored), manifest.seq_len, gaps)
+
+
+def joined(manifest: CacheManifest, pieces: Sequence[Arrays]) -> dict[str, Array]:
+    """The tensors of all rows of several pieces of a shard, each as `encoded` gives them."""
+    found = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+    for name in manifest.streams:
+        lengths = [np.diff(piece[ends_name(name)], prepend=0) for piece in pieces]
+        found[ends_name(name)] = np.cumsum(np.concatenate(lengths), dtype=np.int64)
+    return found
+
+
+def rows_of(manifest: CacheManifest, tensors: Any, first: int, stop: int) -> dict[str, Array]:
+    """Rows of a shard's tensors, which are sliced, as `decoded` takes them."""
+    found = {name: tensors[name][first:stop] for name in manifest.tensors(1)}
+    for name in manifest.streams:
+        ends = found[ends_name(name)].tolist()
+        begin = int(tensors[ends_name(name)][first - 1 : first][0]) if first else 0
+        if sorted([begin, *ends]) != [begin, *ends]:
+            raise ValueError(f"{ends_name(name)} does not ascend")
+        data = tensors[name][begin : ends[-1]] if ends[-1] > begin else np.empty(0, np.uint8)
+        if len(data) != ends[-1] - begin:
+            raise ValueError(f"{name} ends before its rows")
+        found[name] = _side_by_side([data[a - begin : b - begin] for a, b in itertools.pairwise([begin, *ends])])
+    return found
+
+
+def batch_of(manifest: CacheManifest, pieces: Sequence[Arrays]) -> dict[str, Array]:
+    """Rows from several places, each as `rows_of` gives them, one after the other."""
+    if len(pieces) == 1:
+        return dict(pieces[0])
+    found = {name: np.concatenate([piece[name] for piece in pieces]) for name in manifest.tensors(1)}
+    return found | {name: _side_by_side([row for piece in pieces for row in piece[name]]) for name in manifest.streams}
+
+
+def sums_of(manifest: CacheManifest, tensors: Arrays, fields: Arrays) -> dict[str, Array]:
+    """What `index.Shard` says of rows in numbers, at T = 1 over their valid tokens: float64 [R] each.
+
+    `tensors` are the `encoded` ones. The entropy of candidates counts the tail as one more, a lower bound of it.
+    """
+    is_token_RT = np.arange(manifest.seq_len) < fields["lengths"][:, None]
+    tail_RT = kl_RT = np.zeros(is_token_RT.shape)
+    if manifest.store == "sampled":
+        entropy_RT = fields["entropy"][..., 0].astype(np.float64)
+    else:
+        if manifest.store == "full":
+            z_RTV = fields["logits"].astype(np.float64)
+            logp_RTK = z_RTV - np.logaddexp.reduce(z_RTV, axis=-1, keepdims=True)
+        else:
+            logp_RTK = decoded_logprobs(manifest, tensors)
+            tail_RT = fields["tail"][..., 0].astype(np.float64)
+            if manifest.logprob_bits in GRID_BITS:
+                levels, bits = decoded_levels(manifest, tensors), manifest.logprob_bits
+                kl_RT = expected_kl(levels, tensors["largest_gap"], bits, logp_RTK)
+        entropy_RT = -(np.exp(logp_RTK) * logp_RTK).sum(-1, dtype=np.float64)
+        entropy_RT -= np.where(tail_RT > 0, tail_RT * np.log(np.maximum(tail_RT, np.finfo(np.float64).tiny)), 0.0)
+    each = {"kept_mass": 1.0 - tail_RT, "entropy": entropy_RT, "grid_kl": kl_RT}
+    return {name: np.where(is_token_RT, x_RT, 0.0).sum(-1) for name, x_RT in each.items()}
+
+
+def _side_by_side(rows: Sequence[Array]) -> Array:
+    """Rows of bytes as one array, filled up with 0 to the longest."""
+    found = np.zeros((len(rows), max(map(len, rows))), np.uint8)
+    for array, row in zip(found, rows, strict=True):
+        array[: len(row)] = row
+    return found
 
 
 def _in_rows(x: Array) -> Array:

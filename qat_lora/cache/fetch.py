@@ -21,13 +21,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from qat_lora.cache.format import ShardRecord
-from qat_lora.cache.soundness import REBUILD, damaged
-from qat_lora.cache.tensor_file import Array
+from qat_lora.cache.index import Shard, check_shard
 from qat_lora.errors import CacheError, ConfigError, OutputError
-from qat_lora.files import sha256_file, write_atomically
 from qat_lora.remote import RemotePath
 
 logger = logging.getLogger(__name__)
@@ -59,23 +54,23 @@ class DiskCache:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.Lock())
 
-    def path(self, folder: RemotePath, record: ShardRecord) -> Path:
+    def path(self, folder: RemotePath, record: Shard) -> Path:
         """Where the copy of a shard lies, if it is there."""
         whose = f"{folder.name or folder.scheme}-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
         return self.home / "shards" / whose / f"{record.sha256}.safetensors"
 
-    def found(self, folder: RemotePath, record: ShardRecord) -> Path | None:
+    def found(self, folder: RemotePath, record: Shard) -> Path | None:
         """The copy of a shard, which now counts as used; None where there is none."""
         path = self.path(folder, record)
         try:
-            if path.stat().st_size == record.bytes:
+            if path.stat().st_size == record.size_bytes:
                 _touch(path)
                 return path
         except (FileNotFoundError, NotADirectoryError):
             pass
         return None
 
-    def get(self, folder: RemotePath, record: ShardRecord) -> Path:
+    def get(self, folder: RemotePath, record: Shard) -> Path:
         """The copy of a shard, fetched and checked where it is not there yet.
 
         Raises CacheError where what comes is not what the record says, RemoteError where nothing comes.
@@ -91,14 +86,11 @@ class DiskCache:
                 raise CacheError(
                     f"The KD cache lacks its shard {str(source)!r}; restore the file or run the build command again."
                 ) from None
-            if (size := target.stat().st_size) != record.bytes:
-                raise CacheError(f"{str(source)!r} has {size} bytes instead of {record.bytes} (cut short?); {REBUILD}.")
-            if (sha256 := sha256_file(target)) != record.sha256:
-                raise CacheError(damaged(source, record.sha256, sha256))
+            check_shard(target, record, name=source)
 
         return self._made(folder, record, fetch)
 
-    def put(self, folder: RemotePath, record: ShardRecord, data: bytes) -> Path:
+    def put(self, folder: RemotePath, record: Shard, data: bytes) -> Path:
         """Keep a shard that was just written there, in the place of any copy, which may have gone bad."""
         return self._made(folder, record, lambda target: target.write_bytes(data), anew=True)
 
@@ -107,20 +99,7 @@ class DiskCache:
         held = self._held()
         return (self._room(held) + sum(size for _, size, _ in held)) // shard_bytes
 
-    def array(self, name: str, shape: tuple[int, ...], make: Callable[[], Array]) -> Array:
-        """What `make` returns, kept under a name that says all that it depends on."""
-        path = self.home / "arrays" / f"{hashlib.sha256(name.encode()).hexdigest()}.npy"
-        with contextlib.suppress(OSError, ValueError, EOFError):
-            kept: Array = np.load(path, allow_pickle=False)
-            if kept.shape == shape:
-                return kept
-        made = make()
-        write_atomically(path, lambda stream: np.save(stream, made))
-        return made
-
-    def _made(
-        self, folder: RemotePath, record: ShardRecord, fill: Callable[[Path], object], *, anew: bool = False
-    ) -> Path:
+    def _made(self, folder: RemotePath, record: Shard, fill: Callable[[Path], object], *, anew: bool = False) -> Path:
         """The copy, made by whoever comes first; the others wait for it."""
         path = self.path(folder, record)
         try:
@@ -135,10 +114,10 @@ class DiskCache:
                     _touch(temporary)
                     with self._lock:  # a copy is coming or there, never both
                         os.replace(temporary, path)
-                        self._coming -= record.bytes
+                        self._coming -= record.size_bytes
                 except BaseException:
                     with self._lock:
-                        self._coming -= record.bytes
+                        self._coming -= record.size_bytes
                     temporary.unlink(missing_ok=True)
                     raise
         except OSError as error:
@@ -148,15 +127,15 @@ class DiskCache:
             ) from None
         return path
 
-    def _make_room(self, record: ShardRecord) -> None:
+    def _make_room(self, record: Shard) -> None:
         """Delete the copies used longest ago until this one fits, beside those that other threads are fetching."""
-        if self.limit_bytes is not None and record.bytes > self.limit_bytes:
+        if self.limit_bytes is not None and record.size_bytes > self.limit_bytes:
             raise ConfigError(
                 f"The disk cache may hold {self.limit_bytes / 1e9:g} GB, but {record.file} has "
-                f"{record.bytes / 1e9:g} GB; raise --disk-cache-gb (or {LIMIT_GB})."
+                f"{record.size_bytes / 1e9:g} GB; raise --disk-cache-gb (or {LIMIT_GB})."
             )
         with self._alone("room"), self._lock:
-            self._coming += record.bytes
+            self._coming += record.size_bytes
             held = self._held()
             room = self._room(held)
             for _, size, path in sorted(held):
@@ -198,7 +177,7 @@ class ShardFetcher:
     A thread that fetches ends when nothing is left to fetch, and none keeps the program from ending.
     """
 
-    def __init__(self, folder: RemotePath, records: Sequence[ShardRecord], disk: DiskCache) -> None:
+    def __init__(self, folder: RemotePath, records: Sequence[Shard], disk: DiskCache) -> None:
         """Fetch nothing yet."""
         self.folder, self.records, self.disk = folder, records, disk
         self._start()
@@ -236,7 +215,7 @@ class ShardFetcher:
         """
         wanted = [i for i in indices[: 4 * MOST_AHEAD] if self.disk.found(self.folder, self.records[i]) is None]
         if wanted:
-            largest = max(record.bytes for record in self.records)
+            largest = max(record.size_bytes for record in self.records)
             wanted = wanted[: min(MOST_AHEAD, self.disk.capacity(largest) // 2)]
         with self._lock:
             self._waiting = deque(index for index in wanted if index not in self._begun)

@@ -23,18 +23,17 @@ import dataclasses
 import json
 import pickle
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from qat_lora.cache.codec import Array
-from qat_lora.cache.format import CacheManifest
+from qat_lora.cache.index import CacheIndex, row_keys, source_digest
+from qat_lora.cache.manifest import Array, CacheManifest
 from qat_lora.cache.operations import Narrowed, Progress, check_apart, narrower, write_rows
-from qat_lora.cache.rows import Tokens, joined, rows_digest
-from qat_lora.cache.teacher import LEAST_LOGPROB
+from qat_lora.cache.reduce import LEAST_LOGPROB
+from qat_lora.cache.rows import joined
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 
 META_NAME = "meta.json"
@@ -61,7 +60,7 @@ def convert_older(
     logprob_bits: int = 0,
     rows_per_shard: int = 0,
     progress: Progress | None = None,
-) -> CacheManifest:
+) -> CacheIndex:
     """Store a cache of the older layout as one of ours, with the teacher that the caller answers for.
 
     A row keeps the positions of which there is a prediction: T = L - 1 where the last one was dropped. With
@@ -84,7 +83,7 @@ def convert_older(
         top_k=rows.top_k,
         rows=rows.count,
         source=rows.described(),
-        source_digest=rows_digest(rows, rows.seq_len),
+        source_digest=source_digest(rows.keys(), rows.seq_len),
         temperatures=tuple(rows.temperatures),
         logprob_bits=32,
         normalizer=rows.normalizer,
@@ -172,12 +171,14 @@ class OlderRows:
             first += count
         return joined(pieces)
 
-    def tokens(self) -> Iterator[Tokens]:
-        """See `kd.rows.Rows`."""
+    def keys(self) -> Array:
+        """See `rows.Rows`."""
+        found = []
         for path in self._paths:
             older = _load(path)
             ids_rT = older["input_ids"][:, : self.seq_len].astype(np.int32)
-            yield {"input_ids": ids_rT, "lengths": _lengths(path, older, self.seq_len)}
+            found.append(row_keys({"input_ids": ids_rT, "lengths": _lengths(path, older, self.seq_len)}))
+        return np.concatenate(found)
 
     def _choose(self, estimate_tail: bool) -> None:
         """Decide, once the sizes are known, whether the log-sum-exp is estimated."""

@@ -10,16 +10,16 @@ Legend: R rows, T positions, K candidates, n temperatures.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from qat_lora.cache.codec import AS_STORED, Array
-from qat_lora.cache.format import CacheManifest
-from qat_lora.cache.parts import Part, load_manifest
-from qat_lora.cache.rows import JoinedRows, Rows, SomeRows, StoredRows, Tokens, rows_digest
-from qat_lora.cache.writer import CacheWriter
+from qat_lora.cache.codec import AS_STORED
+from qat_lora.cache.index import CacheIndex, source_digest
+from qat_lora.cache.manifest import Array, CacheManifest, Part, load_manifest
+from qat_lora.cache.rows import JoinedRows, Rows, SomeRows, StoredRows
+from qat_lora.cache.write import CacheWriter
 from qat_lora.errors import CacheMismatch, ConfigError
 
 Progress = Callable[[int, int], None]  # shards written, shards in all
@@ -29,7 +29,7 @@ _OF_THE_ROWS = ("rows", "rows_per_shard", "source_digest")  # what may differ be
 
 def merge(
     folders: Sequence[Path], output: Path, *, rows_per_shard: int = 0, progress: Progress | None = None
-) -> CacheManifest:
+) -> CacheIndex:
     """Put caches together: folders of one cache (its parts) are united, different caches are laid end to end.
 
     Parts alone give the files that one build leaves, byte for byte. Rows of several caches must be of one teacher,
@@ -58,14 +58,14 @@ def merge(
         rows=rows.count,
         rows_per_shard=each,
         source=" + ".join(dict.fromkeys(source.manifest.source for source in sources)),
-        source_digest=rows_digest(rows, first.seq_len),
+        source_digest=source_digest(rows.keys(), first.seq_len),
     )
     return write_rows(rows, manifest, output, progress)
 
 
 def split_parts(
     folder: Path, output: Path, count: int, *, progress: Progress | None = None
-) -> list[tuple[Path, CacheManifest]]:
+) -> list[tuple[Path, CacheIndex]]:
     """Copy a cache into `count` folders, each with a part of it: whole shards, every `count`-th."""
     source = StoredRows([folder])
     folders = [output / f"part-{number}-of-{count}" for number in range(1, count + 1)]
@@ -73,17 +73,15 @@ def split_parts(
     before = 0
     found = []
     for number, part_folder in enumerate(folders, 1):
-        manifest = _copied(
-            source, part_folder, Part(number, count), _moved(progress, before, source.manifest.shard_count)
-        )
-        before += len(manifest.shards)
-        found.append((part_folder, manifest))
+        index = _copied(source, part_folder, Part(number, count), _moved(progress, before, source.manifest.shard_count))
+        before += len(index.shards)
+        found.append((part_folder, index))
     return found
 
 
 def split_rows(
     folder: Path, output: Path, rows: int, *, progress: Progress | None = None
-) -> list[tuple[Path, CacheManifest]]:
+) -> list[tuple[Path, CacheIndex]]:
     """Make two caches of one: `first` with that many rows, and `rest`."""
     source = StoredRows([folder])
     was = source.manifest
@@ -103,10 +101,10 @@ def split_rows(
             was,
             rows=some.count,
             source=f"{was.source} (rows {chosen.start + 1:,} to {chosen.stop:,} of {was.rows:,})",
-            source_digest=rows_digest(some, was.seq_len),
+            source_digest=source_digest(some.keys(), was.seq_len),
         )
         made = write_rows(some, manifest, output / name, _moved(progress, before, total))
-        before += made.shard_count
+        before += manifest.shard_count
         found.append((output / name, made))
     return found
 
@@ -120,7 +118,7 @@ def convert(
     logprob_bits: int = 0,
     rows_per_shard: int = 0,
     progress: Progress | None = None,
-) -> CacheManifest:
+) -> CacheIndex:
     """Store a cache with other settings: no more candidates, temperatures or digits than it has."""
     source = StoredRows([folder])
     check_apart([folder], output)
@@ -130,13 +128,15 @@ def convert(
     return write_rows(Narrowed(source, was, manifest), manifest, output, progress)
 
 
-def write_rows(rows: Rows, manifest: CacheManifest, output: Path, progress: Progress | None = None) -> CacheManifest:
-    """Write, or go on writing, the cache of a manifest with these rows; return what is there in the end."""
-    writer = CacheWriter(output, dataclasses.replace(manifest, shards=(), complete=False))
-    for index in writer.missing:
-        writer.write_shard(index, rows.fields(manifest.shard_rows(index)))
+def write_rows(rows: Rows, manifest: CacheManifest, output: Path, progress: Progress | None = None) -> CacheIndex:
+    """Write, or continue writing, the cache of a manifest with these rows; return what is there in the end."""
+    writer = CacheWriter(output, manifest)
+    done = manifest.shard_count - len(writer.missing)
+    for number in writer.missing:
+        writer.write_shard(number, rows.fields(manifest.shard_rows(number)))
+        done += 1
         if progress is not None:
-            progress(len(writer.manifest.shards), manifest.shard_count)
+            progress(done, manifest.shard_count)
     return writer.finish()
 
 
@@ -164,12 +164,7 @@ def narrower(
             "which would not bring back the digits; leave --logprob-bits out."
         )
     changes = {"top_k": top_k, "temperatures": tuple(temperatures), "logprob_bits": logprob_bits}
-    return dataclasses.replace(
-        was,
-        shards=(),
-        complete=False,
-        **{k: v for k, v in changes.items() if v},  # type: ignore[arg-type]
-    )
+    return dataclasses.replace(was, **{k: v for k, v in changes.items() if v})  # type: ignore[arg-type]
 
 
 class Narrowed:
@@ -206,9 +201,9 @@ class Narrowed:
             "tail": tail_RTn[..., places],
         }
 
-    def tokens(self) -> Iterator[Tokens]:
-        """Yield the source's."""
-        return self._source.tokens()
+    def keys(self) -> Array:
+        """Return the source's."""
+        return self._source.keys()
 
     def _dropped(self, fields: dict[str, Array], k: int) -> Array:
         """Probability of the candidates from `k` on at each temperature ``[R, T, n]``, as `targets` would have it."""
@@ -235,13 +230,15 @@ def _caches(folders: Sequence[Path]) -> list[StoredRows]:
     return [StoredRows(members) for _, members in groups]
 
 
-def _copied(source: StoredRows, output: Path, part: Part, progress: Progress | None) -> CacheManifest:
-    manifest = source.manifest
-    writer = CacheWriter(output, dataclasses.replace(manifest, shards=(), complete=False), part=part)
-    for index in writer.missing:
-        writer.copy_shard(index, source.path(index), manifest.shards[index].sha256)
+def _copied(source: StoredRows, output: Path, part: Part, progress: Progress | None) -> CacheIndex:
+    writer = CacheWriter(output, source.manifest, part=part)
+    done = len(writer.indices) - len(writer.missing)
+    for number in writer.missing:
+        path, shard = source.shard(number)
+        writer.copy_shard(shard, path)
+        done += 1
         if progress is not None:
-            progress(len(writer.manifest.shards), manifest.shard_count)
+            progress(done, source.manifest.shard_count)
     return writer.finish()
 
 

@@ -8,24 +8,17 @@ Legend: R rows, T positions of a row.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import numpy as np
-from safetensors.numpy import load as from_safetensors
+from safetensors.numpy import load_file
 
-from qat_lora.cache.codec import Array, decoded
-from qat_lora.cache.format import CacheManifest
-from qat_lora.cache.parts import load_manifest, records_in, united
-from qat_lora.cache.shards import by_rows
-from qat_lora.cache.soundness import read_recorded, shard_fault
+from qat_lora.cache.codec import decoded, rows_of
+from qat_lora.cache.index import Shard, check_shard, load_cache
+from qat_lora.cache.manifest import Array, CacheManifest, load_manifest
 from qat_lora.errors import CacheError
-from qat_lora.files import file_sizes
-
-TOKENS = ("input_ids", "lengths", "starts")  # starts, where there are any, as a shard has them: a bit each
-Tokens: TypeAlias = "dict[str, Array]"
 
 
 class Rows(Protocol):
@@ -38,44 +31,37 @@ class Rows(Protocol):
     def fields(self, rows: range) -> dict[str, Array]:
         """Return the fields ``[len(rows), ...]`` of these rows, a range that is not empty."""
 
-    def tokens(self) -> Iterator[Tokens]:
-        """Yield what was tokenised of all rows, some rows at a time."""
+    def keys(self) -> Array:
+        """Return the keys of all rows, uint64 ``[count]`` (see `index.row_keys`)."""
 
 
 class StoredRows:
     """A finished cache, its shards in one folder, or those of its parts in several."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        """Read the records of all folders, which must be of one cache and together complete."""
-        for folder in folders:
-            load_manifest(folder)  # which has the words for a folder that is no cache
-        records = [(folder, record) for folder in folders for record in records_in(folder)]
+        """Read the headers of all folders, which must be of one cache and together complete."""
         self.folders = tuple(folders)
-        self.manifest: CacheManifest = united([record for _, record in records])
-        self._paths = {
-            shard.index: folder / shard.file for folder, r in reversed(records) for shard in r.manifest.shards
-        }
-        self._last: tuple[int, dict[str, Array]] = (-1, {})
-        if not self.manifest.complete:
-            there = len(self.manifest.shards)
+        self.manifest: CacheManifest = load_manifest(folders[0])
+        self._shards: dict[int, tuple[Path, Shard]] = {}
+        for folder in folders:
+            for shard in load_cache(folder).shards:
+                self._shards.setdefault(shard.index, (folder / shard.file, shard))
+        if len(self._shards) < self.manifest.shard_count:
             raise CacheError(
-                f"{', '.join(map(str, folders))}: {there} of the {self.manifest.shard_count} shards of one cache; give "
-                "the folders of all its parts, or run its build command again, which goes on where it stopped."
+                f"{', '.join(map(str, folders))}: {len(self._shards)} of the {self.manifest.shard_count} shards of one "
+                "cache; give the folders of all its parts, or run its build command again, which continues where it "
+                "stopped."
             )
-        sizes = {folder: file_sizes(folder) for folder in folders}
-        for shard in self.manifest.shards:
-            folder = self.path(shard.index).parent
-            if fault := shard_fault(folder, self.manifest, shard, sizes[folder]):
-                raise CacheError(fault)
+        self._last: tuple[int, dict[str, Array]] = (-1, {})
 
     @property
     def count(self) -> int:
         """How many rows there are."""
         return self.manifest.rows
 
-    def path(self, index: int) -> Path:
-        """Where a shard lies."""
-        return self._paths[index]
+    def shard(self, index: int) -> tuple[Path, Shard]:
+        """A shard, and where it lies."""
+        return self._shards[index]
 
     def fields(self, rows: range) -> dict[str, Array]:
         """See `Rows`."""
@@ -83,21 +69,17 @@ class StoredRows:
         for index in range(rows.start // each, -(-rows.stop // each)):
             if self._last[0] != index:
                 self._last = (-1, {})  # one shard at a time
-                self._last = (index, decoded(self.manifest, by_rows(self.manifest, self._load(index))))
+                path, shard = self._shards[index]
+                check_shard(path, shard)
+                tensors = rows_of(self.manifest, load_file(path), 0, shard.rows)
+                self._last = (index, decoded(self.manifest, tensors))
             inside = slice(max(0, rows.start - index * each), rows.stop - index * each)
             pieces.append({name: x[inside] for name, x in self._last[1].items()})
         return joined(pieces)
 
-    def tokens(self) -> Iterator[Tokens]:
+    def keys(self) -> Array:
         """See `Rows`."""
-        for index in range(self.manifest.shard_count):
-            tensors = self._load(index)
-            yield {name: tensors[name] for name in TOKENS if name in tensors}
-
-    def _load(self, index: int) -> dict[str, Array]:
-        data = read_recorded(self.path(index), self.manifest.shards[index].sha256)
-        tensors: dict[str, Array] = from_safetensors(data)
-        return tensors
+        return np.concatenate([self._shards[number][1].key_array() for number in range(self.manifest.shard_count)])
 
 
 class JoinedRows:
@@ -122,10 +104,9 @@ class JoinedRows:
             first += source.count
         return joined(pieces)
 
-    def tokens(self) -> Iterator[Tokens]:
+    def keys(self) -> Array:
         """See `Rows`."""
-        for source in self._sources:
-            yield from source.tokens()
+        return np.concatenate([source.keys() for source in self._sources])
 
 
 class SomeRows:
@@ -144,14 +125,9 @@ class SomeRows:
         """See `Rows`."""
         return self._source.fields(range(self._chosen[rows.start], self._chosen[rows.stop - 1] + 1))
 
-    def tokens(self) -> Iterator[Tokens]:
+    def keys(self) -> Array:
         """See `Rows`."""
-        first = 0
-        for tokens in self._source.tokens():
-            inside = slice(max(self._chosen.start - first, 0), max(self._chosen.stop - first, 0))
-            if len(tokens["lengths"][inside]):
-                yield {name: x[inside] for name, x in tokens.items()}
-            first += len(tokens["lengths"])
+        return self._source.keys()[self._chosen.start : self._chosen.stop]
 
 
 def joined(pieces: Sequence[dict[str, Array]]) -> dict[str, Array]:
@@ -159,20 +135,3 @@ def joined(pieces: Sequence[dict[str, Array]]) -> dict[str, Array]:
     if len(pieces) == 1:
         return dict(pieces[0])
     return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
-
-
-def rows_digest(rows: Rows, seq_len: int) -> str:
-    """The source_digest of rows: sha256 of shape, ids, lengths and starts, that which a build from these would record.
-
-    Reads all rows; what stays in memory of a row is its length and where its documents start.
-    """
-    digest = hashlib.sha256(repr((rows.count, seq_len)).encode())
-    rest: dict[str, list[Array]] = {}
-    for tokens in rows.tokens():
-        digest.update(np.ascontiguousarray(tokens["input_ids"], dtype="<i4").tobytes())
-        for name in TOKENS[1:]:
-            if name in tokens:
-                rest.setdefault(name, []).append(np.array(tokens[name], dtype="<i4" if name == "lengths" else "u1"))
-    for parts in rest.values():
-        digest.update(np.concatenate(parts).tobytes())
-    return digest.hexdigest()

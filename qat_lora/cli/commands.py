@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from qat_lora import models
-from qat_lora.cache import CacheManifest, CacheWriter, Part, build_cache
+from qat_lora.cache import (
+    CacheIndex,
+    CacheManifest,
+    CacheWriter,
+    Part,
+    build_cache,
+    row_keys,
+    source_digest,
+    token_arrays,
+)
 from qat_lora.cli.progress import BarHook, bar
 from qat_lora.config import QatRun, RecoveryRun
 from qat_lora.config.cache import CacheRun
@@ -26,8 +35,8 @@ from qat_lora.train.run import Launch, RunResult, run_qat, run_recovery
 log = logging.getLogger(__name__)
 
 
-def cache(run: CacheRun) -> CacheManifest:
-    """Build the KD cache of a text, or one part of it, or go on with one that was interrupted."""
+def cache(run: CacheRun) -> CacheIndex:
+    """Build the KD cache of a text, or one part of it, or continue one that was interrupted."""
     run.check_store()
     run = dataclasses.replace(run, data=text_for(run.teacher, run.data, "embedded:train"))
     check_source(run.data, run.source)
@@ -73,10 +82,10 @@ def cache(run: CacheRun) -> CacheManifest:
             batch_size=run.build_batch_size,
             device=runtime.device,
             mark_step=lambda: runtime.mark_step("cache"),
-            meet=lambda: runtime.barrier("after_shard"),
+            barrier=lambda: runtime.barrier("after_shard"),
             progress=lambda done, total: update(done),
         )
-    with runtime.first("before_end"):  # every rank has met the others after its last shard
+    with runtime.first("before_end"):  # build_cache has waited for all ranks
         return writer.finish()
 
 
@@ -133,7 +142,7 @@ def _check_teacher(loaded: models.Loaded, run: CacheRun, placement: Placement | 
 
 
 def _manifest(run: CacheRun, identity: models.Identity, rows: TokenRows, compute: torch.dtype) -> CacheManifest:
-    return CacheManifest(
+    manifest = CacheManifest(
         teacher=identity.name,
         teacher_digest=identity.weights,
         tokenizer_digest=identity.tokenizer,
@@ -143,7 +152,9 @@ def _manifest(run: CacheRun, identity: models.Identity, rows: TokenRows, compute
         seq_len=run.seq_len,
         rows=len(rows.input_ids_RT),
         source=source_words(run.data, run.source),
-        source_digest=rows.digest(),
+        source_digest="",
+        eval_fraction=run.eval_fraction,
+        answers=rows.answer_RT is not None,
         store=run.store,
         temperatures=run.temperatures,
         top_k=run.top_k,
@@ -154,6 +165,8 @@ def _manifest(run: CacheRun, identity: models.Identity, rows: TokenRows, compute
         rows_per_shard=run.rows_per_shard,
         packing=run.packing,
     )
+    keys = row_keys(token_arrays(rows, manifest))
+    return dataclasses.replace(manifest, source_digest=source_digest(keys, run.seq_len))
 
 
 def _build_digest(run: CacheRun, manifest: CacheManifest, runtime: Runtime) -> bytes:

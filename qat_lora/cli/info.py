@@ -15,23 +15,23 @@ _NORMALIZERS = {
 
 def cache_table(directory: Location, summary: CacheSummary) -> Table:
     """What `qat-lora cache info` prints: one line per fact."""
-    manifest = summary.manifest
+    index, manifest = summary.index, summary.index.manifest
     table = Table(title=str(directory), show_header=False, title_justify="left")
-    of_how_many = ", on average" if manifest.store == "sampled" else f" ({summary.rows_read:,} rows read)"
-    state = "complete" if manifest.complete else f"unfinished: {len(manifest.shards)} of {manifest.shard_count} shards"
+    of_how_many = ", on average" if manifest.store == "sampled" else ""
+    state = "complete" if index.complete else f"unfinished: {len(index.shards)} of {manifest.shard_count} shards"
     how = f" in {manifest.teacher_quantization}" if manifest.teacher_quantization else ""
     facts = {
         "teacher": f"{manifest.teacher} (weights {manifest.teacher_weights[:12]}{how}, V = {manifest.vocab_size:,})",
         "vocabulary": _vocabulary(manifest.vocab_size, manifest.tokenizer_size),
         "source": f"{manifest.source} (rows {manifest.source_digest[:12]})",
-        "rows": f"{summary.rows:,} of {manifest.rows:,}, of {manifest.seq_len} tokens; {summary.tokens:,} valid tokens",
+        "rows": f"{index.rows:,} of {manifest.rows:,}, of {manifest.seq_len} tokens; {summary.tokens:,} valid tokens",
         "packing": manifest.packing,
         "state": state,
-        "stored": f"{manifest.kept}, {_how(summary)}; T = {', '.join(map(str, manifest.temperatures))}",
+        "stored": f"{manifest.contents}, {_how(summary)}; T = {', '.join(map(str, manifest.temperatures))}",
         **({} if manifest.normalizer == "exact" else {"normalised": _NORMALIZERS[manifest.normalizer]}),
         "kept mass": f"{summary.kept_mass:.5f} of the teacher's probability{of_how_many}",
         "entropy": f"{summary.entropy:.3f} nats per token{' at least' if manifest.store == 'topk' else ''}",
-        "on disk": f"{summary.bytes_on_disk / 1e6:,.1f} MB in {len(manifest.shards)} shards",
+        "on disk": f"{index.size_bytes / 1e6:,.1f} MB in {len(index.shards)} shards",
         "bytes per token": f"{sum(summary.bytes_per_token.values()):.1f}",
     }
     for name, fact in facts.items():
@@ -42,7 +42,7 @@ def cache_table(directory: Location, summary: CacheSummary) -> Table:
 
 
 def _how(summary: CacheSummary) -> str:
-    manifest = summary.manifest
+    manifest = summary.index.manifest
     if manifest.store == "topk":
         cost = f" on a grid that costs {summary.grid_kl:.1e} nats per token" if summary.grid_kl else ""
         return f"log-probabilities in {manifest.logprob_bits} bits{cost}"

@@ -110,16 +110,16 @@ def _cache(args: argparse.Namespace) -> None:
     from qat_lora.cli.progress import IS_FIRST_RANK
 
     run: Any = run_from(args, CacheRun)
-    manifest = commands.cache(run)
+    index = commands.cache(run)
     if not IS_FIRST_RANK:
         return
-    what = f"rows of {manifest.seq_len} tokens, {manifest.kept}"
+    manifest = index.manifest
+    what = f"rows of {manifest.seq_len} tokens, {manifest.contents}"
     if run.part_of == (1, 1):
         print(f"{run.output}: {manifest.rows} {what}")
         return _hint(f"qat --cache-dir {run.output}")
-    there = sum(shard.rows for shard in manifest.shards)
     print(
-        f"{run.output}: part {run.part}, {there} of {manifest.rows} {what}; "
+        f"{run.output}: part {run.part}, {index.rows} of {manifest.rows} {what}; "
         f"copy the files of all {run.part_of[1]} parts into one folder, which is the cache"
     )
 

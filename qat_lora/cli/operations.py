@@ -58,10 +58,10 @@ def _info(args: argparse.Namespace) -> None:
     from qat_lora.cli.info import cache_table
 
     directory = location(args.directory)
-    manifest = verify(directory) if args.verify else None  # first, since it names all that is damaged
+    index = verify(directory) if args.verify else None  # first, since it names all that is damaged
     rich_print(cache_table(directory, summarise(directory)))
-    if manifest is not None:
-        print(f"{directory}: {len(manifest.shards)} shards, every byte as recorded")
+    if index is not None:
+        print(f"{directory}: {len(index.shards)} shards, every byte as recorded")
 
 
 def _merge(args: argparse.Namespace) -> None:
@@ -70,8 +70,8 @@ def _merge(args: argparse.Namespace) -> None:
 
     run: Any = run_from(args, MergeRun)
     with counted("merge") as progress:
-        manifest = merge(args.directories, run.output, rows_per_shard=run.rows_per_shard, progress=progress)
-    _say(run.output, manifest)
+        index = merge(args.directories, run.output, rows_per_shard=run.rows_per_shard, progress=progress)
+    _say(run.output, index)
 
 
 def _split(args: argparse.Namespace) -> None:
@@ -89,8 +89,8 @@ def _split(args: argparse.Namespace) -> None:
             made = split_parts(args.directory, run.output, run.parts, progress=progress)
         else:
             made = split_rows(args.directory, run.output, run.rows, progress=progress)
-    for folder, manifest in made:
-        _say(folder, manifest)
+    for folder, index in made:
+        _say(folder, index)
 
 
 def _convert(args: argparse.Namespace) -> None:
@@ -108,9 +108,9 @@ def _convert(args: argparse.Namespace) -> None:
                     f"--teacher and --tail are for caches of the older layout, but {args.directory} has no shard_*.pt "
                     "and meta.json; leave them out."
                 )
-            manifest = convert(args.directory, run.output, progress=progress, **settings)
+            index = convert(args.directory, run.output, progress=progress, **settings)
         else:
-            manifest = convert_older(
+            index = convert_older(
                 args.directory,
                 run.output,
                 estimate_tail=run.tail == "estimated",
@@ -118,9 +118,9 @@ def _convert(args: argparse.Namespace) -> None:
                 **_teacher(run, args.directory),
                 **settings,
             )
-    _say(run.output, manifest)
-    if manifest.normalizer != "exact":
-        print(f"{run.output}: {manifest.source}")
+    _say(run.output, index)
+    if index.manifest.normalizer != "exact":
+        print(f"{run.output}: {index.manifest.source}")
 
 
 def _teacher(run: ConvertRun, folder: Path) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _teacher(run: ConvertRun, folder: Path) -> dict[str, Any]:
     }
 
 
-def _say(folder: Path, manifest: Any) -> None:
-    there, shards = sum(shard.rows for shard in manifest.shards), len(manifest.shards)
-    of = "" if there == manifest.rows else f" of {manifest.rows}"
-    print(f"{folder}: {there}{of} rows of {manifest.seq_len} tokens in {shards} shard{'' if shards == 1 else 's'}")
+def _say(folder: Path, index: Any) -> None:
+    manifest, shards = index.manifest, len(index.shards)
+    of = "" if index.complete else f" of {manifest.rows}"
+    print(f"{folder}: {index.rows}{of} rows of {manifest.seq_len} tokens in {shards} shard{'' if shards == 1 else 's'}")

@@ -84,5 +84,5 @@ class Opening:
         return self._split("eval")
 
     def _split(self, split: Literal["train", "eval"]) -> KDCacheDataset:
-        cache = self.cache.within(self.loaded.identity.vocab_size)
+        cache = self.cache.for_vocabulary(self.loaded.identity.vocab_size)
         return cache.part(split, self.run.loop.eval_fraction)

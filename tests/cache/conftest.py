@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.cache import CacheManifest, CacheWriter, build_cache
-from qat_lora.cache.format import sealed
+from qat_lora.cache import CacheManifest, CacheWriter, build_cache, row_keys, source_digest, token_arrays
+from qat_lora.cache.manifest import sealed
 from qat_lora.kd import Head
 from tests.cache.blocks import Blocks
 
@@ -51,12 +52,15 @@ def manifest_of(blocks, **changes):
         top_k=4,
         rows=rows,
         source="made up",
-        source_digest=blocks.digest(),
         temperatures=(1.0, 2.0),
         logprob_bits=32,
         rows_per_shard=3,
     )
-    return CacheManifest(**{**values, **changes})
+    manifest = CacheManifest(**{"source_digest": "", **values, **changes})
+    if "source_digest" in changes:
+        return manifest
+    keys = row_keys(token_arrays(blocks, manifest))
+    return dataclasses.replace(manifest, source_digest=source_digest(keys, seq_len))
 
 
 def build(directory, rows=7, *, blocks=None, teacher=None, progress=None, batch_size=2, last_length=3, **changes):

@@ -22,7 +22,7 @@ from qat_lora.errors import CacheMismatch, ConfigError
 from qat_lora.kd import label_mask
 from tests.cache.blocks import Blocks
 from tests.cache.conftest import SEQ_LEN, TinyTeacher, blocks_of, manifest_of
-from tests.cache.test_writer import Interrupted, contents, stop_after
+from tests.cache.test_build import Interrupted, contents, stop_after
 
 ROWS = 7
 
@@ -78,7 +78,8 @@ def test_positions_count_from_the_last_start(seq_len) -> None:
 @pytest.mark.parametrize("seq_len", [5, 8, 17])
 def test_a_start_takes_a_bit(seq_len) -> None:
     blocks = blocks_of(4, seq_len=seq_len)
-    manifest, plain = manifest_of(blocks, packing="documents"), manifest_of(blocks)
+    manifest = manifest_of(blocks, packing="documents", source_digest="")
+    plain = manifest_of(blocks)
     assert manifest.bytes_per_row - plain.bytes_per_row == math.ceil(seq_len / 8)
     fields = {name: np.zeros(*spec) for name, spec in manifest.fields(4).items()}
     fields["starts"] = starts_of(4, seq_len).numpy()
@@ -137,7 +138,7 @@ def test_only_caches_of_documents_hold_starts(tmp_path) -> None:
 
 
 def test_rows_that_lack_starts_or_have_them_for_nothing_are_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match="packing='documents'"):
+    with pytest.raises(ValueError, match="packing='documents', but the rows lack starts"):
         build(tmp_path / "a", blocks=blocks_of(4))
     with pytest.raises(ValueError, match="packing='stream'"):
         build(tmp_path / "b", packing="stream")
@@ -147,7 +148,7 @@ def test_another_packing_is_another_cache(tmp_path) -> None:
     build(tmp_path)
     with pytest.raises(CacheMismatch, match="packing: there 'documents', asked for 'pad'"):
         CacheWriter(tmp_path, manifest_of(packed_blocks(), packing="pad"))
-    tags = {manifest_of(packed_blocks(), packing=packing).shard_tag(0) for packing in ("stream", "documents", "pad")}
+    tags = {manifest_of(packed_blocks(), packing=packing).digest for packing in ("stream", "documents", "pad")}
     assert len(tags) == 3
     with pytest.raises(ConfigError, match="packing='sorted' is unknown; choose one of stream, documents, pad"):
         manifest_of(packed_blocks(), packing="sorted")
@@ -180,6 +181,6 @@ def test_padding_counts_in_no_number_of_a_summary(tmp_path) -> None:
         writer.finish()
         found.append(summarise(tmp_path / name))
     assert found[0].tokens == found[1].tokens == 19
-    assert found[0].rows_read == ROWS
+    assert found[0].index.rows == ROWS
     assert found[0].kept_mass == pytest.approx(found[1].kept_mass, abs=1e-12)
     assert found[0].entropy == pytest.approx(found[1].entropy, abs=1e-12)

@@ -10,12 +10,12 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from qat_lora.cache import fetch as fetch_module
 from qat_lora.cache.fetch import DiskCache, ShardFetcher
-from qat_lora.cache.format import ShardRecord, shard_name
+from qat_lora.cache.index import Shard
+from qat_lora.cache.manifest import shard_name
 from qat_lora.errors import CacheError, ConfigError, OutputError, RemoteError
 from qat_lora.remote import RemotePath
 from tests.elsewhere import Elsewhere
@@ -30,11 +30,13 @@ def _fresh(tmp_path, monkeypatch):
     monkeypatch.delenv("QAT_LORA_DISK_CACHE_GB", raising=False)
 
 
-def record_of(index: int, data: bytes) -> ShardRecord:
-    return ShardRecord(shard_name(index), 1, len(data), hashlib.sha256(data).hexdigest())
+def record_of(index: int, data: bytes) -> Shard:
+    end = 8 + int.from_bytes(data[:8], "little")
+    header, content = (hashlib.sha256(part).hexdigest() for part in (data[:end], data[end:]))
+    return Shard(index, content, 1, 1, 0.0, 0.0, 0.0, {}, "", "", header, len(data))
 
 
-def shards_there(count: int, size: int = 100, folder: RemotePath = FOLDER) -> list[ShardRecord]:
+def shards_there(count: int, size: int = 100, folder: RemotePath = FOLDER) -> list[Shard]:
     records = []
     for index in range(count):
         data = bytes([index]) * size
@@ -271,20 +273,3 @@ def test_a_fetcher_can_be_given_to_another_process() -> None:
     fetcher.path(0)
     other = pickle.loads(pickle.dumps(fetcher))
     assert other.path(0) == fetcher.path(0) and other.path(1).exists()
-
-
-def test_arrays_are_made_once_and_made_again_where_their_file_is_no_array() -> None:
-    made = []
-
-    def make():
-        made.append(1)
-        return np.arange(3.0)
-
-    for _ in range(2):
-        assert DiskCache().array("x", (3,), make).tolist() == [0, 1, 2]
-    assert len(made) == 1
-    (path,) = (DiskCache().home / "arrays").iterdir()
-    path.write_bytes(b"no array")
-    assert DiskCache().array("x", (3,), make).tolist() == [0, 1, 2] and len(made) == 2
-    DiskCache().array("y", (3,), make)
-    assert len(made) == 3

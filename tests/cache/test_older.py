@@ -14,6 +14,7 @@ from qat_lora.cache import (
     KDCacheDataset,
     convert_older,
     is_older,
+    load_cache,
     load_manifest,
     merge,
     topk_rows,
@@ -21,7 +22,7 @@ from qat_lora.cache import (
 )
 from qat_lora.cache.older import OlderRows
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
-from tests.cache.test_writer import contents
+from tests.cache.test_build import contents
 
 V, L, K, M = 37, 6, 5, 12
 TEACHER = {"teacher": "t", "teacher_digest": "t" * 64, "tokenizer_digest": "k" * 64, "vocab_size": V}
@@ -176,7 +177,9 @@ def test_candidates_in_any_order_are_put_in_order(older, tmp_path):
 
 def test_a_converted_cache_is_a_cache_and_says_what_it_is(older, tmp_path):
     assert is_older(older)
-    made_of = convert_older(older, tmp_path / "c", temperatures=(2.0,), rows_per_shard=3, logprob_bits=16, **TEACHER)
+    made_of = convert_older(
+        older, tmp_path / "c", temperatures=(2.0,), rows_per_shard=3, logprob_bits=16, **TEACHER
+    ).manifest
     assert (made_of.rows, made_of.seq_len, made_of.top_k, made_of.shard_count) == (7, L - 1, K, 3)
     assert made_of.normalizer == "estimated" and made_of.logprob_bits == 16
     error = OlderRows(older, V).standard_error
@@ -227,7 +230,7 @@ def test_a_conversion_that_stops_is_gone_on_with(older, tmp_path):
     convert_older(older, tmp_path / "once", rows_per_shard=2, **TEACHER)
     with pytest.raises(Stopped):
         convert_older(older, tmp_path / "twice", rows_per_shard=2, progress=progress, **TEACHER)
-    assert len(load_manifest(tmp_path / "twice").shards) == 2
+    assert len(load_cache(tmp_path / "twice").shards) == 2
     convert_older(older, tmp_path / "twice", rows_per_shard=2, **TEACHER)
     assert contents(tmp_path / "once") == contents(tmp_path / "twice")
 
@@ -248,7 +251,10 @@ def test_without_samples_there_is_no_honest_estimate(tmp_path):
     made(tmp_path / "o", m=0)
     text = refused(tmp_path / "o", tmp_path, ConfigError)
     assert "no rand_idx and rand_logits" in text and "--tail none" in text and "biased" in text
-    assert convert_older(tmp_path / "o", tmp_path / "c", estimate_tail=False, **TEACHER).normalizer == "candidates"
+    assert (
+        convert_older(tmp_path / "o", tmp_path / "c", estimate_tail=False, **TEACHER).manifest.normalizer
+        == "candidates"
+    )
 
 
 def test_another_vocabulary_is_refused(older, tmp_path):

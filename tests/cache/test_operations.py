@@ -12,21 +12,25 @@ import torch
 from qat_lora.cache import (
     CacheWriter,
     KDCacheDataset,
+    Part,
     build_cache,
     convert,
+    load_cache,
     load_manifest,
     merge,
+    source_digest,
     split_parts,
     split_rows,
     verify,
 )
-from qat_lora.cache.rows import StoredRows, rows_digest
+from qat_lora.cache import rows as rows_module
+from qat_lora.cache.rows import StoredRows
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from qat_lora.kd import targets
 from tests.cache.blocks import Blocks
 from tests.cache.conftest import TinyTeacher, blocks_of, build, manifest_of
+from tests.cache.test_build import Interrupted, contents
 from tests.cache.test_parts import BLOCKS, ROWS, build_part, run, writer_of
-from tests.cache.test_writer import Interrupted, contents
 
 
 @pytest.fixture
@@ -91,13 +95,18 @@ def test_caches_of_one_teacher_are_laid_end_to_end_as_if_built_from_all_their_ro
     built_of(tmp_path / "a", a, source="one")
     built_of(tmp_path / "b", b, source="two", rows_per_shard=4)
     built_of(tmp_path / "both", both, source="one + two")
-    assert merge([tmp_path / "a", tmp_path / "b"], tmp_path / "m").source_digest == both.digest()
+    assert (
+        merge([tmp_path / "a", tmp_path / "b"], tmp_path / "m").manifest.source_digest
+        == manifest_of(both).source_digest
+    )
     assert contents(tmp_path / "m") == contents(tmp_path / "both")
     built_of(tmp_path / "other", both, source="one + two", rows_per_shard=4)
     merge([tmp_path / "a", tmp_path / "b"], tmp_path / "n", rows_per_shard=4)
     assert contents(tmp_path / "n") == contents(tmp_path / "other")
-    reverse = merge([tmp_path / "b", tmp_path / "a"], tmp_path / "r")
-    assert reverse.source_digest != both.digest() and reverse.rows == 14 and reverse.rows_per_shard == 4
+    reverse = merge([tmp_path / "b", tmp_path / "a"], tmp_path / "r").manifest
+    assert (
+        reverse.source_digest != manifest_of(both).source_digest and reverse.rows == 14 and reverse.rows_per_shard == 4
+    )
     KDCacheDataset(tmp_path / "r", preload=True)
 
 
@@ -160,7 +169,7 @@ def test_a_cache_that_is_incomplete_or_damaged_is_not_merged(tmp_path, whole):
 
 def test_the_digest_of_rows_is_that_of_a_build(whole):
     rows = StoredRows([whole])
-    assert rows_digest(rows, 5) == BLOCKS.digest() == rows.manifest.source_digest
+    assert source_digest(rows.keys(), 5) == rows.manifest.source_digest == manifest_of(BLOCKS).source_digest
 
 
 # ---- splitting
@@ -173,20 +182,23 @@ def test_the_parts_of_a_cache_are_those_that_would_have_been_built(tmp_path, who
     seen = []
     made = split_parts(whole, tmp_path / "s", count, progress=lambda *x: seen.append(x))
     assert [folder.name for folder, _ in made] == [f"part-{number}-of-{count}" for number in range(1, count + 1)]
-    for number, (folder, manifest) in enumerate(made, 1):
+    for number, (folder, index) in enumerate(made, 1):
         assert contents(folder) == contents(tmp_path / "built" / str(number))
-        assert manifest.complete
+        assert [shard.index for shard in index.shards] == list(
+            Part(number, len(made)).shards(index.manifest.shard_count)
+        )
         shutil.copytree(folder, tmp_path / "together", dirs_exist_ok=True)
     assert seen == [(n, 5) for n in range(1, 6)]
     verify(tmp_path / "together")
-    assert load_manifest(tmp_path / "together").complete
+    assert load_cache(tmp_path / "together").complete
     merge([folder for folder, _ in made], tmp_path / "m")
     assert contents(tmp_path / "m") == contents(whole)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 13])
 def test_two_caches_of_one_are_those_of_their_rows_and_merge_to_it(tmp_path, by_row, rows):
-    (first, _), (rest, manifest) = split_rows(by_row, tmp_path / "s", rows)
+    (first, _), (rest, index) = split_rows(by_row, tmp_path / "s", rows)
+    manifest = index.manifest
     assert (first.name, rest.name) == ("first", "rest") and manifest.rows == ROWS - rows
     assert manifest.source == f"made up (rows {rows + 1} to 14 of 14)"
     side = Blocks(BLOCKS.input_ids_RT[rows:], BLOCKS.lengths_R[rows:])
@@ -214,7 +226,7 @@ def test_a_split_that_leaves_nothing_to_one_side_is_refused(tmp_path, whole):
 
 def test_fewer_candidates_and_temperatures_are_what_the_reader_makes_of_the_whole(tmp_path, whole):
     """The targets with K = 2 from the smaller cache are those that `targets(top_k=2)` takes from the larger one."""
-    manifest = convert(whole, tmp_path / "c", top_k=2, temperatures=(2.0,), rows_per_shard=4)
+    manifest = convert(whole, tmp_path / "c", top_k=2, temperatures=(2.0,), rows_per_shard=4).manifest
     assert (manifest.top_k, manifest.temperatures, manifest.rows_per_shard) == (2, (1.0, 2.0), 4)
     large, small = KDCacheDataset(whole), KDCacheDataset(tmp_path / "c")
     for temperature in (1.0, 2.0):
@@ -295,14 +307,13 @@ def test_an_act_that_stops_is_gone_on_with_to_the_same_files(tmp_path, whole, ac
 def test_one_shard_is_held_at_a_time_and_each_is_read_as_seldom_as_can_be(tmp_path, monkeypatch):
     build(tmp_path / "c", rows=60, top_k=1)
     loads = []
-    load = StoredRows._load
+    load = rows_module.load_file
 
-    def loading(self, index):
-        loads.append(index)
-        assert self._last[0] == -1, "the shard before is let go first"
-        return load(self, index)
+    def loading(path):
+        loads.append(int(path.stem[6:]))
+        return load(path)
 
-    monkeypatch.setattr(StoredRows, "_load", loading)
+    monkeypatch.setattr(rows_module, "load_file", loading)
     convert(tmp_path / "c", tmp_path / "d", rows_per_shard=7)
     assert loads == list(range(20))
 
@@ -318,7 +329,7 @@ def test_memory_does_not_grow_with_the_cache(tmp_path):
         merge(folders, tmp_path / f"{rows}", rows_per_shard=14)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[1] < peaks[0] + load_manifest(folders[0]).shards[0].bytes
+    assert peaks[1] < peaks[0] + load_cache(folders[0]).shards[0].size_bytes
 
 
 @pytest.mark.parametrize("act", ["merge", "copy", "convert"])
@@ -333,6 +344,7 @@ def test_an_output_that_holds_something_else_is_refused(tmp_path, whole, act):
 def test_a_build_may_finish_what_a_split_has_copied(tmp_path, whole):
     (part, _), _ = split_parts(whole, tmp_path / "s", 2)
     run(writer_of(part))
+    writer_of(part).finish()
     assert contents(part) == contents(whole)
 
 

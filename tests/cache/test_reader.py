@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import itertools
 import json
 import os
 import pickle
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from qat_lora.cache import KDCacheDataset, load_manifest
+from qat_lora.cache import KDCacheDataset, load_cache, load_manifest, verify
 from qat_lora.cache import shards as shards_module
 from qat_lora.cache.codec import decoded, encoded
-from qat_lora.cache.format import SCHEMA
+from qat_lora.cache.codec import rows_of as rows_of_shard
+from qat_lora.cache.index import SUMS, read_header, shard_file
+from qat_lora.cache.manifest import SCHEMA
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from qat_lora.kd import position_mask
 from tests.cache.conftest import SEQ_LEN, VOCAB, TinyTeacher, blocks_of, build, edit_record
@@ -46,7 +51,7 @@ def test_no_row_is_lost_or_repeated_within_an_epoch_over_all_ranks(cache_of, wor
     for epoch in epochs:
         assert len(set(epoch)) == rows
         assert everything is None or set(epoch) == everything
-    assert epochs[0] != epochs[1] != epochs[2]
+    assert len({tuple(epoch) for epoch in epochs}) == 3, "each epoch has an order of its own"
 
 
 def test_the_stream_depends_on_the_global_batch_and_not_on_how_ranks_share_it(tmp_path):
@@ -114,7 +119,7 @@ def test_preloaded_and_streamed_batches_are_the_same(cache):
 
 def test_any_order_of_rows_is_read_into_that_order(cache):
     """Rows beside each other in a file are one read, wherever in the batch they go."""
-    streamed, preloaded = (KDCacheDataset(cache, preload=preload)._source for preload in (False, True))
+    streamed, preloaded = (KDCacheDataset(cache, preload=preload)._shards for preload in (False, True))
     for rows in itertools.chain(itertools.permutations(range(7), 4), [(2, 2, 1, 1), (0,), range(7)]):
         ours, theirs = (source.read(np.array(rows)) for source in (streamed, preloaded))
         assert all(np.array_equal(ours[name], theirs[name]) for name in theirs), rows
@@ -127,14 +132,25 @@ def test_preloading_needs_the_files_no_more(cache):
 
 
 def test_few_files_stay_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards_module, "OPEN_HANDLES", 2)
+    monkeypatch.setattr(shards_module, "OPEN_FILES", 2)
     build(tmp_path, rows=11, rows_per_shard=1)
-    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     dataset = KDCacheDataset(tmp_path)
     assert len(set(rows_of(take(dataset.batches(11), 1)))) == 11
-    assert len(dataset._source._open) == 2
-    if before:
-        assert len(os.listdir("/proc/self/fd")) <= before + 2
+    assert dataset._shards._file.cache_info().currsize == 2
+    gc.collect()
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        assert sum(str(tmp_path) in line for line in maps.read_text().splitlines()) <= 2
+
+
+def test_many_threads_read_more_files_than_stay_open(tmp_path, monkeypatch):
+    """A file that leaves the open ones is being read by another thread at that moment."""
+    monkeypatch.setattr(shards_module, "OPEN_FILES", 1)
+    build(tmp_path, rows=12, rows_per_shard=1)
+    dataset, wanted = KDCacheDataset(tmp_path), KDCacheDataset(tmp_path, preload=True)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda row: (row, dataset[row]), [row % 12 for row in range(240)]))
+    assert all(torch.equal(item["topk_ids"], wanted[row]["topk_ids"]) for row, item in found)
 
 
 def test_a_worker_process_can_be_given_the_dataset(cache):
@@ -235,6 +251,20 @@ def edit_manifest(cache, **changes):
     edit_record(cache / "manifest.json", **changes)
 
 
+def edit_shard(cache, number, change):
+    """Change the fields of a shard, and what vouches for it, so that nothing but its content is wrong."""
+    index = load_cache(cache)
+    path = cache / index.shards[number].file
+    fields = decoded(index.manifest, rows_of_shard(index.manifest, load_file(path), 0, index.shards[number].rows))
+    change({name: x for name, x in fields.items()})
+    tensors = encoded(index.manifest, fields)
+    sums = {name: getattr(index.shards[number], name) for name in SUMS}
+    shard, content = shard_file(index.manifest, number, tensors, sums)
+    path.write_bytes(content)
+    shards = (*index.shards[:number], shard, *index.shards[number + 1 :])
+    (cache / "index.json").write_bytes(dataclasses.replace(index, shards=shards).content())
+
+
 def test_a_missing_directory_or_manifest(cache, tmp_path):
     assert "No manifest.json" in message(tmp_path / "nowhere")
     (cache / "manifest.json").unlink()
@@ -255,9 +285,9 @@ def test_a_manifest_of_another_schema_or_with_fields_missing(cache):
 
 
 def test_an_unfinished_build(cache):
-    data = json.loads((cache / "manifest.json").read_text())
-    edit_manifest(cache, complete=False, shards=data["shards"][:2])
-    assert "interrupted after 2 of 3 shards" in message(cache)
+    (cache / "index.json").unlink()
+    (cache / "shard-00001.safetensors").unlink()
+    assert "has 2 of 3 shards and lacks 1: its build was interrupted" in message(cache)
 
 
 def test_a_missing_shard(cache):
@@ -272,59 +302,141 @@ def test_a_truncated_shard(cache):
     assert f"shard-00002.safetensors' has {size - 10} bytes instead of {size}" in message(cache)
 
 
-def test_a_shard_that_is_no_safetensors_file(cache):
+@pytest.mark.parametrize("preload", [False, True])
+def test_a_shard_that_is_no_safetensors_file(cache, preload):
     path = cache / "shard-00000.safetensors"
     path.write_bytes(b"\0" * path.stat().st_size)
-    assert "no sound safetensors file" in message(cache)
+    with pytest.raises(CacheError, match="shard-00000.safetensors' is damaged: sha256"):
+        KDCacheDataset(cache, preload=preload)[0]
+    (cache / "index.json").unlink()
+    assert "lacks 0" in message(cache)
 
 
 def test_a_shard_of_another_cache_with_the_same_size(cache, tmp_path):
     build(tmp_path / "other", teacher=TinyTeacher(seed=1), teacher_digest="u" * 64)
     shutil.copy(tmp_path / "other" / "shard-00001.safetensors", cache / "shard-00001.safetensors")
-    assert "belongs to another KD cache" in message(cache)
+    with pytest.raises(CacheError, match="shard-00001.safetensors' is damaged"):
+        KDCacheDataset(cache)[3]
+    (cache / "index.json").unlink()
+    assert "is shard 1 of another KD cache" in message(cache, CacheMismatch)
 
 
 def test_a_shard_of_this_cache_at_another_place(cache):
     shutil.copy(cache / "shard-00000.safetensors", cache / "shard-00001.safetensors")
-    assert "another place in this one" in message(cache)
+    with pytest.raises(CacheError, match="shard-00001.safetensors' is damaged"):
+        KDCacheDataset(cache)[3]
+    (cache / "index.json").unlink()
+    assert "another place in this one" in message(cache, CacheMismatch)
 
 
-def test_a_shard_without_our_tag(cache):
+def test_a_shard_that_says_nothing_of_itself(cache):
     path = cache / "shard-00000.safetensors"
-    arrays = load_file(path)
-    save_file(arrays, path, metadata={"shard_of": "x" * (64 + len(":0"))})
-    assert "belongs to another KD cache" in message(cache)
+    save_file(load_file(path), path, metadata={"shard_of": "x"})
+    (cache / "index.json").unlink()
+    assert "lacks 0" in message(cache)
 
 
-def test_flipped_bits_are_found_by_preloading_and_by_verify(cache):
-    KDCacheDataset(cache).verify()
+def test_flipped_bits_are_found_at_the_first_row_of_a_shard_by_preloading_and_by_verify(cache):
+    verify(cache)
     path = cache / "shard-00001.safetensors"
     data = bytearray(path.read_bytes())
     data[-7] ^= 1
     path.write_bytes(data)
     assert "shard-00001.safetensors' is damaged: sha256" in message(cache, preload=True)
-    with pytest.raises(CacheError, match="shard-00001.* is damaged"):
-        KDCacheDataset(cache).verify()
+    dataset = KDCacheDataset(cache)
+    assert dataset[0]["length"] == SEQ_LEN, "a shard that is sound is read"
+    for act in (lambda: dataset[3], lambda: verify(cache)):
+        with pytest.raises(CacheError, match="shard-00001.* is damaged"):
+            act()
 
 
 @pytest.mark.parametrize(("name", "value"), [("topk_ids", VOCAB), ("input_ids", VOCAB + 3), ("input_ids", -1)])
 @pytest.mark.parametrize("preload", [False, True])
 def test_ids_beyond_the_vocabulary(cache, name, value, preload):
-    path = cache / "shard-00001.safetensors"
-    with safe_open(path, framework="np") as f:
-        tag = f.metadata()
-    arrays = {k: v.copy() for k, v in load_file(path).items()}
-    manifest = load_manifest(cache)
-    fields = decoded(manifest, arrays)
-    fields[name].reshape(3, -1)[1, 2] = value
-    save_file(encoded(manifest, fields), path, metadata=tag)
-    data = json.loads((cache / "manifest.json").read_text())
-    data["shards"][1]["sha256"] = shards_module.hashlib.sha256(path.read_bytes()).hexdigest()
-    edit_manifest(cache, shards=data["shards"])
+    edit_shard(cache, 1, lambda fields: fields[name].reshape(3, -1)[1].__setitem__(2, value))
     dataset = KDCacheDataset(cache, preload=preload)
     assert dataset[3]["length"] == SEQ_LEN
     with pytest.raises(CacheError, match=f"Row 4 of .* {name} value {value}, but the vocabulary has {VOCAB}"):
         dataset[4]
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({}, "lse"), ({}, "tail"), ({}, "topk_logprobs"), ({"logprob_bits": 5}, "largest_gap"),
+        ({"store": "sampled", "samples": 3}, "entropy"), ({"store": "full"}, "logits"),
+    ],
+)  # fmt: skip
+def test_numbers_that_are_not_finite_are_refused(tmp_path, settings, name, value):
+    build(tmp_path, **settings)
+    edit_shard(tmp_path, 1, lambda fields: fields[name].reshape(3, -1)[1].__setitem__(2, value))
+    dataset = KDCacheDataset(tmp_path)
+    assert dataset[3]["length"] == SEQ_LEN
+    if (name, value) == ("logits", -np.inf):  # a token that the teacher forbids
+        assert dataset[4]["logits"].isneginf().sum() == 1
+        return
+    with pytest.raises(CacheError, match="Row 4 of .* but the teacher's numbers are finite"):
+        dataset[4]
+
+
+# ---- files that were made to do harm
+
+
+def test_an_index_cannot_name_a_file_outside_the_cache(cache):
+    for name, value in (("content", "../../precious"), ("sha256", "../../precious/model"), ("sha256", "A" * 64)):
+        tree = json.loads((cache / "index.json").read_text())
+        tree["shards"][1][name] = value
+        edit_record(cache / "index.json", shards=tree["shards"])
+        assert "is no sha256" in message(cache)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"index": 0}, {"index": -1}, {"index": 7}, {"rows": 10**13}, {"keys": "AAAA"}, {"keys": "*"}, {"more": 1},
+        {"tokens": 1.5}, {"entropy": "much"}, {"tensor_bytes": 3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_index_that_cannot_be_is_one_sentence(cache, change):
+    tree = json.loads((cache / "index.json").read_text())
+    tree["shards"][1] |= change
+    edit_record(cache / "index.json", shards=tree["shards"])
+    assert "index.json' is damaged (" in message(cache)
+
+
+def test_an_index_of_another_cache_or_with_shards_missing(cache):
+    tree = json.loads((cache / "index.json").read_text())
+    edit_record(cache / "index.json", shards=tree["shards"][:2])
+    assert "2 of 3 shards" in message(cache)
+    edit_record(cache / "index.json", cache="0" * 64)
+    assert "is of another cache than the manifest" in message(cache, CacheMismatch)
+
+
+@pytest.mark.parametrize("changes", [{"rows": 10**13}, {"seq_len": 10**12}, {"vocab_size": 10**15}, {"rows": 10**9}])
+def test_giant_sizes_are_one_sentence(cache, changes):
+    edit_manifest(cache, **changes)
+    (cache / "index.json").unlink()
+    assert message(cache, Exception if changes == {"rows": 10**9} else CacheError)
+
+
+def nested(depth=200_000):
+    return "[" * depth + "]" * depth
+
+
+def test_nested_json_and_headers_that_lie_are_one_sentence(cache):
+    path = cache / "shard-00001.safetensors"
+    whole = path.read_bytes()
+    text = nested().encode()
+    headers = [len(text).to_bytes(8, "little") + text, (2**63).to_bytes(8, "little"), (2**40).to_bytes(8, "little")]
+    for header in headers:
+        path.write_bytes(header + whole)
+        with pytest.raises(CacheError, match="is no sound shard"):
+            read_header(path, load_manifest(cache), 1, path.stat().st_size)
+    for name in ("index.json", "manifest.json"):
+        (cache / name).write_text(nested())
+        assert f"Cannot read '{cache / name}'" in message(cache)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import itertools
 import logging
 import os
@@ -24,11 +22,10 @@ from qat_lora.cache import (
     KDCacheDataset,
     Part,
     build_cache,
-    load_manifest,
+    load_cache,
     summarise,
     verify,
 )
-from qat_lora.cache.shards import ShardFiles
 from qat_lora.cli.main import main
 from qat_lora.errors import CacheError, CacheMismatch, RemoteError
 from qat_lora.files import file_sizes
@@ -85,7 +82,7 @@ def test_a_cache_built_at_a_url_has_the_bytes_of_one_in_a_folder(tmp_path, schem
     assert build(url).shapes == [], "finished shards are not computed again"
 
 
-def test_each_shard_is_written_before_the_record_that_names_it(monkeypatch) -> None:
+def test_the_manifest_comes_first_and_the_index_last(monkeypatch) -> None:
     order = []
     move = Elsewhere.mv
 
@@ -96,19 +93,14 @@ def test_each_shard_is_written_before_the_record_that_names_it(monkeypatch) -> N
 
     monkeypatch.setattr(Elsewhere, "mv", noted)
     build(URL)
-    shard, record = "shard-0000{}.safetensors", "manifest.json"
-    assert order == [record, shard.format(0), record, shard.format(1), record, shard.format(2), record]
+    assert order == ["manifest.json", *(f"shard-0000{n}.safetensors" for n in range(3)), "index.json"]
 
 
 @pytest.mark.parametrize("method", ["mv", "pipe_file"])
-@pytest.mark.parametrize("name", ["shard-00001", "manifest"])
+@pytest.mark.parametrize("name", ["shard-00001", "manifest", "index"])
 def test_a_build_whose_line_breaks_goes_on_to_the_same_bytes(tmp_path, method, name) -> None:
     build(tmp_path / "whole")
     folder = RemotePath(URL)
-    if name == "manifest":
-        build(URL, rows=7)
-        for lost in ("shard-00002.safetensors", "shard-00001.safetensors"):
-            (folder / lost).unlink()
     Elsewhere.failing[method, name] = OSError("the line is down")
     with pytest.raises(RemoteError, match="the line is down"):
         build(URL)
@@ -138,14 +130,16 @@ def test_a_killed_build_at_a_url_goes_on_to_the_same_bytes(tmp_path, rows_done) 
     assert contents(url) == local(tmp_path / "whole")
 
 
-def test_opening_costs_two_calls_and_going_on_does_not_ask_after_each_shard() -> None:
+def test_opening_and_describing_cost_two_calls_and_continuing_one_per_shard() -> None:
     build(URL, rows=60)
     Elsewhere.calls.clear()
-    KDCacheDataset(URL)
-    assert sum(Elsewhere.calls.values()) == 2, Elsewhere.calls
+    for act in (KDCacheDataset, summarise, lambda url: KDCacheDataset(url, split="train", eval_fraction=0.1)):
+        Elsewhere.calls.clear()
+        act(URL)
+        assert sum(Elsewhere.calls.values()) == 2, Elsewhere.calls
     Elsewhere.calls.clear()
     CacheWriter(URL, manifest_of(blocks_of(60, last_length=3)))
-    assert sum(Elsewhere.calls.values()) < 20, Elsewhere.calls
+    assert sum(Elsewhere.calls.values()) < 20 + 12, Elsewhere.calls
 
 
 def test_another_cache_at_the_url_is_refused() -> None:
@@ -181,21 +175,10 @@ def test_each_shard_is_fetched_once_over_epochs_ranks_and_programs(tmp_path) -> 
     assert fetched() == dict.fromkeys(range(11), 1)
 
 
-def test_the_split_reads_the_tokens_alone_and_once_per_machine(tmp_path) -> None:
-    build(tmp_path, rows=31)
-    put(tmp_path)
-    for calls in (22, 0):  # a header's length, a header and ids, of 11 shards
-        Elsewhere.calls.clear()
-        KDCacheDataset(URL, split="train", eval_fraction=0.2)
-        assert fetched() == {}
-        ranges = sum(n for (method, name), n in Elsewhere.calls.items() if method == "cat_file" and "shard" in name)
-        assert ranges == (33 if calls else 0)
-
-
 def test_a_small_disk_streams_a_large_cache(tmp_path) -> None:
     build(tmp_path / "here", rows=60)
     put(tmp_path / "here")
-    size = load_manifest(URL).shards[0].bytes
+    size = load_cache(URL).shards[0].size_bytes
     home = tmp_path / "home" / "shards"
     dataset = KDCacheDataset(URL, shuffle_shards=2, disk_cache_gb=4 * size / 1e9)
     most, rows = 0, []
@@ -211,7 +194,7 @@ def test_a_small_disk_streams_a_large_cache(tmp_path) -> None:
 def test_a_window_that_does_not_fit_is_said_and_served(tmp_path, caplog) -> None:
     build(tmp_path / "here", rows=31)
     put(tmp_path / "here")
-    size = load_manifest(URL).shards[0].bytes
+    size = load_cache(URL).shards[0].size_bytes
     with caplog.at_level(logging.WARNING):
         dataset = KDCacheDataset(URL, disk_cache_gb=2 * size / 1e9)
     for words in ("needs 11 shards", "holds 2", "--shuffle-shards to at most 1"):
@@ -257,10 +240,10 @@ def test_a_damaged_shard_is_found_when_it_comes_by_verify_and_by_cache_info(tmp_
     build(tmp_path)
     put(tmp_path)
     assert verify(URL).complete
-    KDCacheDataset(URL).verify()
+    verify(URL)
     spoil("shard-00001.safetensors", lambda data: data[:-1] + bytes([data[-1] ^ 1]))
     dataset = KDCacheDataset(URL)
-    for act in (lambda: verify(URL), dataset.verify, lambda: dataset[4], lambda: KDCacheDataset(URL, preload=True)):
+    for act in (lambda: verify(URL), lambda: dataset[4], lambda: KDCacheDataset(URL, preload=True)):
         with pytest.raises(CacheError, match="'elsewhere://bucket/cache/shard-00001.safetensors' is damaged: sha256"):
             act()
     assert main(["cache", "info", URL, "--verify"]) == 2
@@ -270,26 +253,13 @@ def test_a_damaged_shard_is_found_when_it_comes_by_verify_and_by_cache_info(tmp_
 def test_a_copy_that_has_gone_bad_is_fetched_again_where_it_is_checked(tmp_path) -> None:
     build(tmp_path)
     put(tmp_path)
-    files = ShardFiles(RemotePath(URL), load_manifest(URL))
-    whole = files.load(0)
-    path = files.path(0)
+    first = KDCacheDataset(URL)
+    whole, path = first[0], first._shards._path(0)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    assert all((whole[name] == x).all() for name, x in files.load(0).items())
-
-
-def test_a_foreign_shard_with_the_recorded_digest_is_known_by_its_tag(tmp_path) -> None:
-    build(tmp_path / "here")
-    build(tmp_path / "other", teacher=None, source_digest="0" * 64)
-    data = (tmp_path / "other" / "shard-00000.safetensors").read_bytes()
-    put(tmp_path / "here")
-    (RemotePath(URL) / "shard-00000.safetensors").write_bytes(data)
-    manifest = load_manifest(tmp_path / "here")
-    first = dataclasses.replace(manifest.shards[0], sha256=hashlib.sha256(data).hexdigest())
-    dataclasses.replace(manifest, shards=(first, *manifest.shards[1:])).save(RemotePath(URL) / "manifest.json")
-    with pytest.raises(CacheError, match="belongs to another KD cache"):
-        KDCacheDataset(URL)[0]
+    again = KDCacheDataset(URL)[0]
+    assert all(torch.equal(whole[name], x) for name, x in again.items())
 
 
 @pytest.mark.parametrize("url", ["elsewhere://nobucket/x", "memory://nothing"])
@@ -343,8 +313,6 @@ def test_ranks_and_parts_make_one_cache_at_a_url(tmp_path) -> None:
             rows_into(writer, teacher)
         for writer in writers:
             writer.finish()
-    names = {name for name in RemotePath(URL).sizes() if name.endswith(".json")}
-    assert names == {"manifest.part-1-of-2.json", "manifest.part-2-of-2.json"}
     ours, theirs = KDCacheDataset(URL), KDCacheDataset(tmp_path / "whole")
     assert all(map(same, ours.eval_batches(4), theirs.eval_batches(4)))
     assert CacheWriter(URL, manifest).missing == []
@@ -378,7 +346,7 @@ def test_the_order_of_windows_is_written_down_here(tmp_path) -> None:
 def test_a_copy_that_has_gone_bad_is_not_uploaded_and_not_kept(tmp_path) -> None:
     build(tmp_path / "whole")
     build(URL)
-    (copy,) = (tmp_path / "home").glob(f"shards/*/{load_manifest(URL).shards[1].sha256}.safetensors")
+    (copy,) = (tmp_path / "home").glob(f"shards/*/{load_cache(URL).shards[1].sha256}.safetensors")
     data = bytearray(copy.read_bytes())
     data[-1] ^= 1
     copy.write_bytes(data)
@@ -392,27 +360,19 @@ def test_a_copy_that_has_gone_bad_is_not_uploaded_and_not_kept(tmp_path) -> None
 def test_a_copy_whose_header_has_gone_bad_is_fetched_again(tmp_path) -> None:
     build(tmp_path / "whole")
     build(URL)
-    (copy,) = (tmp_path / "home").glob(f"shards/*/{load_manifest(URL).shards[1].sha256}.safetensors")
+    (copy,) = (tmp_path / "home").glob(f"shards/*/{load_cache(URL).shards[1].sha256}.safetensors")
     copy.write_bytes(b"x" * copy.stat().st_size)
     ours, theirs = (next(KDCacheDataset(place).batches(7)) for place in (URL, tmp_path / "whole"))
     assert same(ours, theirs)
 
 
-@pytest.mark.parametrize("how", ["foreign", "gone", "garbage"])
-def test_a_shard_at_a_url_is_checked_before_its_rows_are_held_out(tmp_path, how) -> None:
-    """By range requests, too: a split of wrong rows would be kept."""
+def test_the_split_of_a_cache_at_a_url_reads_no_shard(tmp_path) -> None:
     build(tmp_path)
     put(tmp_path)
-    shards = [RemotePath(URL) / f"shard-0000{n}.safetensors" for n in (0, 1)]
-    if how == "gone":
-        shards[1].unlink()
-    else:
-        shards[1].write_bytes(shards[0].read_bytes() if how == "foreign" else b"garbage" * 100)
-    with pytest.raises(CacheError, match="shard-00001"):
-        KDCacheDataset(URL, split="train", eval_fraction=0.3)
-    put(tmp_path)
-    ours, theirs = (KDCacheDataset(place, split="train", eval_fraction=0.3) for place in (URL, tmp_path))
-    assert ours._rows.tolist() == theirs._rows.tolist()
+    for shard in load_cache(URL).shards:
+        (RemotePath(URL) / shard.file).unlink()
+    ours = KDCacheDataset(URL, split="train", eval_fraction=0.3)
+    assert ours._rows.tolist() == KDCacheDataset(tmp_path, split="train", eval_fraction=0.3)._rows.tolist()
 
 
 def test_a_cache_in_a_folder_needs_no_place_for_copies(tmp_path, monkeypatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 
@@ -11,14 +10,13 @@ import pytest
 from qat_lora.cache import (
     CacheManifest,
     KDCacheDataset,
-    Part,
     load_manifest,
     summarise,
     verify,
 )
 from qat_lora.errors import CacheError, CacheMismatch
 from tests.cache.conftest import TinyTeacher, build
-from tests.cache.test_parts import ROWS, build_part, run, writer_of
+from tests.cache.test_parts import ROWS, build_part, writer_of
 
 
 @pytest.fixture
@@ -51,11 +49,13 @@ def unnoticed_flips(folder, path, places, chance) -> list[int]:
     return missed
 
 
-def test_every_byte_of_the_manifest_counts(folder) -> None:
-    path = folder / "manifest.json"
-    size = len(path.read_bytes())
-    assert size > 1500
-    assert unnoticed_flips(folder, path, range(size), random.Random(0)) == []
+@pytest.mark.parametrize("name", ["manifest.json", "index.json"])
+def test_every_byte_of_the_manifest_and_the_index_counts(folder, name) -> None:
+    path = folder / name
+    size, chance = len(path.read_bytes()), random.Random(0)
+    assert size > 700
+    places = range(size) if name == "manifest.json" else sorted(chance.sample(range(size), 500))
+    assert unnoticed_flips(folder, path, places, chance) == []
     verify(folder)
 
 
@@ -81,16 +81,6 @@ def test_every_byte_of_a_shard_counts(folder, index) -> None:
     assert unnoticed_flips(folder, path, places, chance) == []
 
 
-def test_every_byte_of_the_records_of_parts_and_ranks_counts(tmp_path) -> None:
-    build_part(tmp_path, 1, 2)
-    for rank in range(2):
-        run(writer_of(tmp_path, part=Part(2, 2), rank=rank, world_size=2))
-    records = sorted(tmp_path.glob("manifest*"))
-    assert len(records) == 4
-    for path in records:
-        assert unnoticed_flips(tmp_path, path, range(path.stat().st_size), random.Random(1)) == [], path
-
-
 @pytest.mark.parametrize(
     "edit",
     [
@@ -112,77 +102,56 @@ def test_a_manifest_that_was_edited_is_refused_at_once(folder, edit) -> None:
         assert "its digest is not that of its content" in message(act, folder)
 
 
-def test_a_record_that_is_left_beside_the_whole_caches_counts_too(folder) -> None:
-    """Reading goes by the complete one alone, and so does not see it."""
-    build_part(folder.parent / "part", 1, 2)
-    path = folder / "manifest.part-1-of-2.json"
-    shutil.copy(folder.parent / "part" / path.name, path)
-    verify(folder)
-    path.write_bytes(path.read_bytes().replace(b"tiny", b"tinz"))
-    KDCacheDataset(folder)
-    assert "part-1-of-2.json" in message(verify, folder)
+# ---- shards that are not those of the index
 
 
-# ---- shards that are not those of the manifest
-
-
-def test_a_missing_a_truncated_and_a_foreign_shard_are_told_apart_and_named(folder, tmp_path) -> None:
+def test_a_missing_and_a_truncated_shard_are_told_apart_and_named(folder) -> None:
     path = folder / "shard-00003.safetensors"
     whole = path.read_bytes()
     path.unlink()
-    for act in (KDCacheDataset, summarise, verify):
+    for act in (KDCacheDataset, verify):
         assert f"lacks its shard {str(path)!r}; restore the file or run the build" in message(act, folder)
     path.write_bytes(whole[:-5])
-    for act in (KDCacheDataset, summarise, verify):
+    for act in (KDCacheDataset, verify):
         assert f"{str(path)!r} has {len(whole) - 5} bytes instead of {len(whole)}" in message(act, folder)
+
+
+def test_a_foreign_shard_is_refused_and_not_written_over(folder, tmp_path) -> None:
+    path = folder / "shard-00003.safetensors"
     build(tmp_path / "other", rows=ROWS, teacher=TinyTeacher(seed=1), teacher_digest="u" * 64)
     for foreign in (tmp_path / "other" / path.name, folder / "shard-00002.safetensors"):
         shutil.copy(foreign, path)
-        assert path.stat().st_size == len(whole)
-        for act in (KDCacheDataset, summarise, verify):
-            assert f"{str(path)!r} belongs to another KD cache or another place" in message(act, folder)
-        assert f"{str(path)!r} is no shard of the cache" in message(writer_of, folder, CacheMismatch)
+        for act in (lambda folder: KDCacheDataset(folder, preload=True), verify):
+            assert f"{str(path)!r} is damaged: sha256" in message(act, folder)
+        assert f"{str(path)!r} is shard " in message(writer_of, folder, CacheMismatch)
         assert path.read_bytes() == foreign.read_bytes(), "not written over"
 
 
-def test_a_foreign_shard_that_no_record_names_is_not_written_over(folder, tmp_path) -> None:
-    build_part(tmp_path / "p", 1, 2)
-    build(tmp_path / "other", rows=ROWS, teacher_digest="u" * 64)
-    path = tmp_path / "p" / "shard-00001.safetensors"
-    shutil.copy(tmp_path / "other" / path.name, path)
-    assert "is no shard of the cache" in message(writer_of, tmp_path / "p", CacheMismatch)
-    shutil.copy(folder / path.name, path)  # the one that this build is about to make
-    run(writer_of(tmp_path / "p"))
-    verify(tmp_path / "p")
-
-
-def test_a_stale_manifest_is_told_from_a_flipped_byte(folder, tmp_path) -> None:
+def test_an_index_of_another_build_is_refused(folder, tmp_path) -> None:
     """Shards of the same cache, all of the right size, that another machine has rounded otherwise."""
     other = TinyTeacher()
     other.embedding_VH = other.embedding_VH * (1 + 1e-6)
     build(tmp_path / "again", rows=ROWS, teacher=other)
-    shutil.copy(tmp_path / "again" / "manifest.json", folder / "manifest.json")
+    shutil.copy(tmp_path / "again" / "index.json", folder / "index.json")
     text = message(verify, folder)
-    assert "None of the 5 shards" in text and "the manifest is of another build" in text
+    assert text.count("is damaged: sha256") == 5
     assert "is damaged: sha256" in message(lambda path: KDCacheDataset(path, preload=True), tmp_path / "c")
-    shutil.copy(tmp_path / "again" / "shard-00000.safetensors", folder / "shard-00000.safetensors")
-    assert "shard-00001.safetensors' is damaged" in message(verify, folder), "all but one"
+    writer_of(folder).finish()
+    verify(folder)
 
 
 def test_a_manifest_of_an_earlier_build_with_other_settings(folder, tmp_path) -> None:
     build(tmp_path / "earlier", rows=ROWS, teacher_digest="u" * 64)
     shutil.copy(tmp_path / "earlier" / "manifest.json", folder / "manifest.json")
     for act in (KDCacheDataset, summarise, verify):
-        assert "the folder's manifest is of another build" in message(act, folder)
+        assert "index.json' is of another cache than the manifest" in message(act, folder, CacheMismatch)
     with pytest.raises(CacheMismatch, match="teacher_digest"):
         writer_of(folder)
-    with pytest.raises(CacheMismatch, match="is no shard of the cache"):
+    with pytest.raises(CacheMismatch, match="of another KD cache"):
         writer_of(folder, teacher_digest="u" * 64)
 
 
-def test_verifying_an_unfinished_cache_takes_what_is_recorded(tmp_path) -> None:
+def test_verifying_an_unfinished_cache_takes_what_is_there(tmp_path) -> None:
     build_part(tmp_path, 2, 2)
     (tmp_path / "shard-00000.safetensors").write_bytes(b"being made")
     assert len(verify(tmp_path).shards) == 2
-    os.truncate(tmp_path / "shard-00003.safetensors", 60)
-    assert "has 60 bytes" in message(verify, tmp_path)

@@ -12,7 +12,7 @@ from qat_lora.cache import (
     build_cache,
     topk_rows,
 )
-from qat_lora.cache.teacher import LEAST_LOGPROB
+from qat_lora.cache.reduce import LEAST_LOGPROB
 from qat_lora.errors import CacheMismatch
 from qat_lora.kd import (
     Head,

@@ -96,16 +96,16 @@ def test_slots_are_filled_from_the_top_of_the_smaller_vocabulary() -> None:
 def test_a_reader_hands_out_no_id_that_the_student_lacks(tmp_path, preload) -> None:
     build(tmp_path / "c", top_k=VOCAB, blocks=blocks_of(7, vocab_size=20))
     cache = KDCacheDataset(tmp_path / "c", preload=preload)
-    within = cache.within(20)
+    within = cache.for_vocabulary(20)
     assert cache[0]["topk_ids"].shape[-1] == VOCAB, "the cache itself is as it was"
     for some in (within, within.part("train", 0.3), within.part("eval", 0.3)):
         batch = next(some.batches(3))
         assert batch["topk_ids"].shape[-1] == 20 and int(batch["topk_ids"].max()) == 19
-    assert cache.within(VOCAB + 5)[0]["topk_ids"].shape[-1] == VOCAB
+    assert cache.for_vocabulary(VOCAB + 5)[0]["topk_ids"].shape[-1] == VOCAB
 
 
 def test_a_text_with_ids_that_the_student_lacks_is_refused(cache) -> None:
-    within = KDCacheDataset(cache).within(5)
+    within = KDCacheDataset(cache).for_vocabulary(5)
     with pytest.raises(CacheError, match="holds the input_ids value .* but the vocabulary has 5 tokens"):
         for row in range(len(within)):
             within[row]

@@ -299,5 +299,5 @@ def test_a_damaged_row_is_an_error_that_names_the_cache(tmp_path, name, preload)
 def test_a_teacher_that_computes_no_numbers_is_refused(tmp_path, store) -> None:
     teacher = TinyTeacher()
     teacher.head.weight_VH[3] = torch.nan
-    with pytest.raises(ModelError, match="logits are NaN at row 0, position 0"):
+    with pytest.raises(ModelError, match="logits are NaN or infinite at row 0, position 0"):
         build(tmp_path, teacher=teacher, **store)

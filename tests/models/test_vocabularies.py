@@ -60,7 +60,7 @@ def test_the_cached_kl_is_that_of_the_distribution_over_the_ids_that_a_student_h
 ) -> None:
     """Of a cache of the teacher's whole vocabulary. A student with fewer ids and the same weights is the teacher."""
     folder = resized(ids)
-    cache = KDCacheDataset(cache_dir).within(ids)
+    cache = KDCacheDataset(cache_dir).for_vocabulary(ids)
     assert int(cache[0]["topk_ids"].max()) == min(ids, VOCAB) - 1
     rows = [cache[row] for row in range(4)]
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
-from qat_lora.cache import writer
+from qat_lora.cache import write as writer
 from qat_lora.cli.main import main
 
 ROWS, ROWS_PER_SHARD = 52, 8  # 7 shards, the last one of 4 rows
@@ -28,28 +29,28 @@ def arguments(teacher: Path | str, text: Path | str, output: Path | str, **chang
 
 def killed(teacher: str, text: str, output: str) -> int:
     """Rank 1 is killed by the system when half of its second shard is in a temporary file."""
-    write, shards = writer.write_atomically, []
+    write, shards = writer.write_first, []
 
-    def cut(path: Path, content) -> None:
+    def cut(path: Path, content: bytes, **options) -> bool:
         shards.append(path)
         if own_rank() == 1 and len(shards) == 2:
-            path.with_name(f".{path.name}.{os.getpid()}.tmp").write_bytes(b"half a shard")
+            path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.1.tmp").write_bytes(b"half a shard")
             os.kill(os.getpid(), signal.SIGKILL)
-        write(path, content)
+        return write(path, content, **options)
 
-    writer.write_atomically = cut
+    writer.write_first = cut
     return main(arguments(teacher, text, output))
 
 
 def slow(teacher: str, text: str, output: str) -> int:
     """The other ranks are done long before rank 1."""
-    write = writer.CacheWriter.write_shard
+    write = writer.CacheWriter.write_encoded
 
     def late(self, index, tensors) -> None:
         time.sleep(own_rank() == 1)
         write(self, index, tensors)
 
-    writer.CacheWriter.write_shard = late
+    writer.CacheWriter.write_encoded = late
     return main(arguments(teacher, text, output))
 
 

@@ -33,8 +33,8 @@ def caches(tmp_path_factory, teacher_dir, text_file) -> dict[str, Path]:
         run = cache_run(
             teacher_dir, folder / "text.txt", folder / name, max_rows=rows, rows_per_shard=rows_per_shard, top_k=1
         )
-        manifest = commands.cache(run)
-        assert (manifest.rows, len(manifest.shards)) == (rows, -(-rows // rows_per_shard))
+        index = commands.cache(run)
+        assert (index.rows, len(index.shards)) == (rows, -(-rows // rows_per_shard))
         assert len({tuple(row) for row in rows_of(folder / name)}) == rows
     return {name: folder / name for name in SHAPES}
 

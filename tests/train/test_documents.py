@@ -194,7 +194,7 @@ def test_both_packings_hold_the_same_documents_and_count_the_same_tokens(tmp_pat
         batch = next(dataset.eval_batches(len(dataset)))
         found[packing] = torch.cat(documents_of(batch)).tolist()
         assert summarise(path).tokens == len(found[packing])
-        assert summarise(path).manifest.packing == packing
+        assert summarise(path).index.manifest.packing == packing
     lines = [line.removeprefix('{"text": "').removesuffix('"}') for line in texts_file.read_text().splitlines()]
     expected = [x for text in lines for x in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
     assert found["documents"] == found["pad"] == expected

@@ -65,4 +65,4 @@ def test_anchor_rows_of_a_cache_without_candidates(caches, tmp_path) -> None:
     kd = KDConfig(anchor_kl_weight=0.5, anchor_samples=4, ce_alpha=0.2)
     trained, held_out = losses(caches, "sampled", tmp_path, kd=kd)
     assert len(trained) >= 2 and held_out[-1] < held_out[0]
-    assert KDCacheDataset(caches / "sampled").manifest.kept == "400 draws"
+    assert KDCacheDataset(caches / "sampled").manifest.contents == "400 draws"

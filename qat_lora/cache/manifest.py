@@ -1,8 +1,7 @@
-"""What a KD cache is on disk: the manifest, the tensors of a shard, and how both are named.
+"""What a KD cache is: the manifest, which is written first and never changes, and what a shard of it holds.
 
-Owns the schema. Does not own how rows are made (`teacher`), when they are written (`writer`), how several records
-of one cache become one (`parts`) or how rows are read (`reader`). `docs/kd_cache.md` describes the same format for
-people.
+Owns the schema: names, shapes and dtypes of fields and tensors. Does not own how fields become tensors (`codec`), what
+a shard says of itself (`index`) or when files are written (`build`). `docs/kd_cache.md` describes it all for people.
 
 Legend: R rows of a shard, T positions of a row, V vocabulary, K candidates, N draws, n temperatures.
 """
@@ -22,23 +21,21 @@ import numpy as np
 
 from qat_lora.config import Packing, Store
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
-from qat_lora.files import write_atomically
 from qat_lora.kd.targets import TargetSpec
-from qat_lora.remote import Location
+from qat_lora.remote import Location, location
 
-SCHEMA = "qat_lora.kd_cache/3"
+SCHEMA = "qat_lora.kd_cache/4"
 MANIFEST_NAME = "manifest.json"
 SHARD_BYTES = 64 * 2**20  # small enough to hold twice while writing, large enough that a build has few files
-SHARD_KEY = "shard_of"  # the one metadata key of a shard file: "<identity digest>:<index>"
-# Names, what follows from the tokenizer's digest, and how far a build has come.
-_NO_IDENTITY = ("teacher", "source", "tokenizer_size", "shards", "complete")
-
+MOST_SHARD_ROWS = 2**16  # a shard's header names every row
 GRID_BITS = (4, 5, 6, 7, 8)  # of a log-probability; more are a float's own
+_NO_IDENTITY = ("teacher", "source", "tokenizer_size")  # names, and what follows from the tokenizer's digest
+_MOST = {"vocab_size": 2**31, "seq_len": 2**24, "rows": 2**40, "samples": 2**16, "rows_per_shard": MOST_SHARD_ROWS}
 
 Normalizer = Literal["exact", "estimated", "candidates"]
-Arrays: TypeAlias = Mapping[str, "np.ndarray[Any, Any]"]
+Array: TypeAlias = "np.ndarray[Any, Any]"
+Arrays: TypeAlias = Mapping[str, Array]
 Specs: TypeAlias = dict[str, tuple[tuple[int, ...], "np.dtype[Any]"]]
-
 
 # What concerns one store only: which, and what stands in its place elsewhere.
 _OF_STORE = {
@@ -51,26 +48,26 @@ _OF_STORE = {
 
 
 @dataclass(frozen=True)
-class ShardRecord:
-    """One finished shard file."""
+class Part:
+    """One of `count` equal parts of a cache, numbered from 1; 1/1 is the whole cache."""
 
-    file: str
-    rows: int
-    bytes: int
-    sha256: str
+    number: int
+    count: int
 
-    @property
-    def index(self) -> int:
-        """Which shard it is, as its file name says; ValueError where it says none."""
-        match = re.fullmatch(r"shard-([0-9]{5,})\.safetensors", self.file)
-        if match is None:
-            raise ValueError(f"{self.file!r} is no shard's name")
-        return int(match[1])
+    def shards(self, shard_count: int) -> range:
+        """Return the shards of this part: every `count`-th."""
+        return range(self.number - 1, shard_count, self.count)
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+
+WHOLE = Part(1, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheManifest:
-    """All that is needed to know whether a cache fits a run, and whether its files are what was written.
+    """All that is needed to know whether a cache fits a run: its identity.
 
     Attributes:
         teacher: the name it was asked for by; the digest decides.
@@ -82,8 +79,10 @@ class CacheManifest:
         seq_len: T, tokens per row.
         rows: rows of the finished cache.
         source: the text source as it was named; the digest decides.
-        source_digest: digest of all token rows.
-        store: what is kept of a distribution: its K most probable tokens and the mass of the rest; N draws from it;
+        source_digest: digest of all token rows (`index.source_digest`).
+        eval_fraction: about which share of the documents is held out, each row tagged; 0: no row has a tag.
+        answers: whether each token has a bit that says if it belongs to an answer of a chat.
+        store: what is stored of a distribution: its K most probable tokens and the mass of the rest; N draws from it;
             or all logits, which only tests can afford.
         temperatures: that the cache serves; 1.0 always comes first.
         top_k: K, candidates per token; 0 where none are stored.
@@ -94,10 +93,7 @@ class CacheManifest:
         rows_per_shard: rows of each shard, the last may hold fewer; 0 asks for what fits SHARD_BYTES.
         normalizer: how the log-sum-exp over the vocabulary is known: ``exact``; ``estimated`` from uniform samples;
             ``candidates``: it is that of the candidates alone (the last two of converted caches).
-        sorted: candidates are in descending order of probability.
         packing: how documents lie in the rows; with ``documents``, where they begin is stored too.
-        shards: those that are finished, by index; others may be missing between them.
-        complete: all shards are there; in the record of a part, all of that part.
         schema: the format itself.
     """
 
@@ -109,6 +105,8 @@ class CacheManifest:
     rows: int
     source: str
     source_digest: str
+    eval_fraction: float = 0.0
+    answers: bool = False
     store: Store = "topk"
     temperatures: tuple[float, ...] = (1.0,)
     top_k: int = 0
@@ -118,12 +116,9 @@ class CacheManifest:
     sampling_seed: int = 0
     rows_per_shard: int = 0
     normalizer: Normalizer = "exact"
-    sorted: bool = True
     packing: Packing = "stream"
     tokenizer_size: int = 0
     teacher_dtype: str = ""
-    shards: tuple[ShardRecord, ...] = ()
-    complete: bool = False
     schema: str = SCHEMA
 
     def __post_init__(self) -> None:
@@ -139,6 +134,9 @@ class CacheManifest:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"A KD cache needs a positive {name}, but {name}={value!r}; set it to 1 or more.")
+        for name, most in _MOST.items():
+            if not 0 <= getattr(self, name) <= most:
+                raise ConfigError(f"{name}={getattr(self, name)} is out of range; a KD cache may have {most}.")
         if self.top_k > self.vocab_size:
             raise ConfigError(
                 f"top_k={self.top_k} exceeds the vocabulary of {self.vocab_size} tokens of teacher "
@@ -154,8 +152,11 @@ class CacheManifest:
             raise ConfigError(
                 f"proposal_temperature must be above 0, but it is {self.proposal_temperature}; use 0.8 to 1.2."
             )
+        if not 0 <= self.eval_fraction < 1:
+            raise ConfigError(f"eval_fraction must lie in [0, 1), but it is {self.eval_fraction}; use 0.05.")
         if self.rows_per_shard < 1:
-            object.__setattr__(self, "rows_per_shard", max(1, SHARD_BYTES // self.bytes_per_row))
+            rows = min(max(1, SHARD_BYTES // self.bytes_per_row), MOST_SHARD_ROWS)
+            object.__setattr__(self, "rows_per_shard", rows)
 
     @property
     def teacher_weights(self) -> str:
@@ -184,18 +185,17 @@ class CacheManifest:
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that decide what the rows hold: equal identity, equal cache."""
-        plain = dataclasses.replace(self, shards=()).to_json()  # many shards are dear to make plain
-        return {k: v for k, v in plain.items() if k not in _NO_IDENTITY}
+        return {k: v for k, v in self.to_json().items() if k not in _NO_IDENTITY}
+
+    @property
+    def digest(self) -> str:
+        """The sha256 of the identity, which every shard and the index carry."""
+        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
 
     def differing(self, other: CacheManifest) -> dict[str, tuple[Any, Any]]:
         """Return the fields of the identity that differ, each with this value and the other's."""
         ours, theirs = self.identity(), other.identity()
         return {name: (ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]}
-
-    def shard_tag(self, index: int) -> str:
-        """What a shard file says of itself, so that a file of another cache is known at once."""
-        digest = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
-        return f"{digest}:{index}"
 
     @property
     def id_bits(self) -> int:
@@ -203,8 +203,8 @@ class CacheManifest:
         return max(1, (self.vocab_size - 1).bit_length())
 
     @property
-    def kept(self) -> str:
-        """What is kept of a distribution, in two words."""
+    def contents(self) -> str:
+        """What is stored of a distribution, in two words."""
         return {"topk": f"top {self.top_k}", "sampled": f"{self.samples} draws", "full": "all logits"}[self.store]
 
     @property
@@ -227,8 +227,10 @@ class CacheManifest:
     def tensors(self, rows: int) -> Specs:
         """Name -> (shape, dtype) of the tensors of a shard of so many rows, but for its `streams`: encoded fields."""
         found, t, k = self.fields(rows), self.seq_len, self.top_k
-        if self.packing == "documents":
-            found["starts"] = _packed(rows, t)
+        for name in found.keys() & {"starts", "answer"}:
+            found[name] = _packed(rows, t)
+        if "held_out" in found:
+            found["held_out"] = ((rows,), np.dtype(np.uint8))
         if self.store == "topk":
             found["topk_ids"] = _packed(rows, t * k * self.id_bits)
             if self.logprob_bits in GRID_BITS:
@@ -239,15 +241,22 @@ class CacheManifest:
             found |= {ends_name(name): ((rows,), np.dtype(np.int64)) for name in self.streams}
         return {name: spec for name, spec in found.items() if name not in self.streams}
 
+    def token_fields(self, rows: int) -> Specs:
+        """Name -> (shape, dtype) of what is known of so many rows before the teacher has read them."""
+        t = self.seq_len
+        found: Specs = {"input_ids": ((rows, t), np.dtype(np.int32)), "lengths": ((rows,), np.dtype(np.int32))}
+        if self.packing == "documents":
+            found["starts"] = ((rows, t), np.dtype(np.bool_))
+        if self.eval_fraction:
+            found["held_out"] = ((rows,), np.dtype(np.bool_))
+        if self.answers:
+            found["answer"] = ((rows, t), np.dtype(np.bool_))
+        return found
+
     def fields(self, rows: int) -> Specs:
         """Name -> (shape, dtype) of what so many rows hold, as it is built and read."""
         t, n = self.seq_len, len(self.temperatures)
-        found: Specs = {
-            "input_ids": ((rows, t), np.dtype(np.int32)),
-            "lengths": ((rows,), np.dtype(np.int32)),
-        }
-        if self.packing == "documents":
-            found["starts"] = ((rows, t), np.dtype(np.bool_))
+        found = self.token_fields(rows)
         if self.store == "topk":
             found["topk_ids"] = ((rows, t, self.top_k), np.dtype(np.int64))
             found["topk_logprobs"] = ((rows, t, self.top_k), np.dtype("f2" if self.logprob_bits == 16 else "f4"))
@@ -262,53 +271,32 @@ class CacheManifest:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The plain form, as it stands in manifest.json and in the records of parts and ranks, less their digest."""
-        plain = dataclasses.asdict(self)
-        plain["temperatures"] = list(self.temperatures)
-        plain["shards"] = list(plain["shards"])
-        return plain
+        """The plain form, as it stands in manifest.json, less the digest of that file."""
+        return {**dataclasses.asdict(self), "temperatures": list(self.temperatures)}
 
     @classmethod
     def read(cls, path: Location) -> CacheManifest:
-        """Read one file; CacheError where it cannot be read or understood."""
+        """Read the file; CacheError where it cannot be read or understood, FileNotFoundError where there is none."""
+        data = read_sealed(path, SCHEMA)
         try:
-            content = path.read_bytes()
-            data = json.loads(content.decode())
-        except (OSError, ValueError) as error:
-            raise CacheError(
-                f"Cannot read {str(path)!r} ({error}); restore the file or build the cache again."
-            ) from error
-        return cls._from_json(data, content, path)
-
-    @classmethod
-    def _from_json(cls, data: Any, content: bytes, path: Location) -> CacheManifest:
-        schema = data.get("schema") if isinstance(data, dict) else None
-        if schema != SCHEMA:
-            raise CacheMismatch(
-                f"{str(path)!r} has schema {schema!r}, but this version reads {SCHEMA!r}; build the cache again."
-            )
-        data.pop("digest", None)
-        if sealed(data) != content:
-            raise CacheError(
-                f"{str(path)!r} is damaged: its digest is not that of its content (a byte was changed, or it was "
-                "edited by hand); restore the file or build the cache again."
-            )
-        try:
-            shards = tuple(ShardRecord(**s) for s in data.pop("shards"))
-            found = cls(**{**data, "temperatures": tuple(data["temperatures"])}, shards=shards)
-            indices = [shard.index for shard in shards]
-            if indices != sorted(set(indices)) or any(index >= found.shard_count for index in indices):
-                raise ValueError(f"shards {indices} of {found.shard_count}")
-            return found
+            return cls(**{**data, "temperatures": tuple(data["temperatures"])})
         except (KeyError, TypeError, ValueError) as error:
-            raise CacheError(
-                f"{str(path)!r} is damaged ({error}); restore the file or build the cache again."
-            ) from error
+            raise CacheError(f"{str(path)!r} is damaged ({error}); {_RESTORE}.") from error
 
-    def save(self, path: Location) -> None:
-        """Write the file whole or not at all."""
-        content = sealed(self.to_json())
-        write_atomically(path, lambda stream: stream.write(content))
+
+_RESTORE = "restore the file or build the cache again"
+
+
+def load_manifest(directory: Location | str) -> CacheManifest:
+    """Return the manifest of a folder or URL; CacheError where there is none, or none that can be understood."""
+    directory = location(directory)
+    try:
+        return CacheManifest.read(directory / MANIFEST_NAME)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CacheError(
+            f"No {MANIFEST_NAME} in {str(directory)!r}, so it is no KD cache; "
+            "check the path or build one with scripts/build_kd_cache.py --output."
+        ) from None
 
 
 def sealed(tree: Mapping[str, Any]) -> bytes:
@@ -322,6 +310,36 @@ def sealed(tree: Mapping[str, Any]) -> bytes:
         return text.encode("utf-8", "surrogatepass")
 
     return content(hashlib.sha256(content("")).hexdigest())
+
+
+def read_sealed(path: Location, schema: str) -> dict[str, Any]:
+    """Read what `sealed` made; CacheError where it is not that, FileNotFoundError where there is no file."""
+    try:
+        content = path.read_bytes()
+        data = json.loads(content.decode("utf-8", "surrogatepass"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise CacheError(f"Cannot read {str(path)!r} ({error}); {_RESTORE}.") from error
+    found = data.get("schema") if isinstance(data, dict) else None
+    if found != schema:
+        raise CacheMismatch(
+            f"{str(path)!r} has schema {found!r}, but this version reads {schema!r}; build the cache again."
+        )
+    data.pop("digest", None)
+    if sealed(data) != content:
+        raise CacheError(
+            f"{str(path)!r} is damaged: its digest is not that of its content (a byte was changed, or it was "
+            f"edited by hand); {_RESTORE}."
+        )
+    return data
+
+
+def checked_digest(value: Any) -> str:
+    """Return a sha256 in hex; ValueError for anything else, which must not become part of a path."""
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{64}", value):
+        raise ValueError(f"{value!r} is no sha256")
+    return value
 
 
 def shard_name(index: int) -> str:

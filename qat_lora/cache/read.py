@@ -1,8 +1,8 @@
 """The one reader of KD caches.
 
 Owns: checks on opening, rows as tensors, the split, and the endless stream of batches, whose order is a pure
-function of (seed, epoch) and of nothing else. Does not own the format (`format`) or what rows mean at a
-temperature (`targets`).
+function of (seed, epoch) and of nothing else. Does not own where a shard's bytes come from (`shards`) or what rows mean
+at a temperature (`qat_lora.kd.targets`).
 
 Legend: B batch, T position, V vocabulary, K candidates, N draws, n temperatures, m of them with ratios, R rows, W
 ranks.
@@ -23,10 +23,9 @@ from torch.utils.data import Dataset
 from qat_lora.cache.codec import AS_STORED, decoded
 from qat_lora.cache.documents import document_positions
 from qat_lora.cache.fetch import DiskCache
-from qat_lora.cache.format import CacheManifest
-from qat_lora.cache.parts import load_manifest, what_is_missing
-from qat_lora.cache.shards import MemoryShards, RowSource, ShardFiles
-from qat_lora.cache.soundness import verify
+from qat_lora.cache.index import fractions, load_cache
+from qat_lora.cache.manifest import Array, Arrays
+from qat_lora.cache.shards import ShardReader, fits_in_memory
 from qat_lora.cache.vocabulary import differ_in_padding, without_ids_from
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from qat_lora.kd.targets import check_top_k
@@ -52,10 +51,12 @@ class KDCacheDataset(Dataset[Batch]):
         path: the cache's directory, or its URL, whose shards are fetched to the local disk when they are needed.
         rank: which of `world_size` equal readers this one is.
         world_size: how many there are.
-        preload: read all rows into memory now, checking every sha256; else rows are read when needed.
+        preload: read all rows into memory now; else rows are read when needed. None: where the ranks of this host have
+            the memory for it. Either way the sha256 of a shard is checked before the first of its rows is used.
         seed: of the row order.
-        split: ``all`` rows, or one side of a split by the content of the row.
-        eval_fraction: about which part of the rows ``eval`` gets, one row at least; the rest is ``train``.
+        split: ``all`` rows, or one side: rows that are tagged as held out, or those that are not. In a cache without
+            tags the side of a row follows from its content.
+        eval_fraction: where rows have no tags, about which part of them ``eval`` gets, one row at least.
         shuffle_shards: shuffle rows within windows of so many shards, which are in random order themselves, so that few
             shards are needed at a time; 0 shuffles over the whole cache.
         disk_cache_gb: see `DiskCache`.
@@ -67,31 +68,37 @@ class KDCacheDataset(Dataset[Batch]):
         *,
         rank: int = 0,
         world_size: int = 1,
-        preload: bool = False,
+        preload: bool | None = False,
         seed: int = 0,
         split: Split = "all",
         eval_fraction: float = 0.0,
         shuffle_shards: int = 0,
         disk_cache_gb: float = 0.0,
     ) -> None:
-        """Open the cache and check that it is complete and that every shard is the one that was written."""
+        """Open the cache and check that it is complete and that every shard has the size that was recorded."""
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank must lie in 0..{world_size - 1}, but rank={rank}; rank counts from 0.")
         if shuffle_shards < 0:
             raise ConfigError(f"shuffle_shards={shuffle_shards} is no number of shards; use 0 or more.")
         self.path, self.shuffle_shards = location(path), shuffle_shards
-        self.manifest = load_manifest(self.path)
-        _check_complete(self.path, self.manifest)
+        self.index = load_cache(self.path)
+        self.manifest = self.index.manifest
+        self.index.check_complete(self.path)
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.vocab_size = self.manifest.vocab_size
         disk = DiskCache(disk_cache_gb) if isinstance(self.path, RemotePath) else None
-        files = ShardFiles(self.path, self.manifest, disk=disk)
+        if preload is None:
+            preload = fits_in_memory(self.index.size_bytes, world_size)
+            logger.info(
+                "%s is %s",
+                self.path,
+                "read into memory" if preload else "too large for memory: rows are read when needed",
+            )
         if disk is not None and not preload:
             self._say_what_must_fit(disk)
-        self._source: RowSource = MemoryShards(files) if preload else files
-        self._fractions: np.ndarray[Any, Any] | None = None
+        self._shards = ShardReader(self.path, self.index, disk=disk, preload=preload)
         self._rows = self._split_rows(split, eval_fraction)
-        self._orders: dict[int, np.ndarray[Any, Any]] = {}
+        self._orders: dict[int, Array] = {}
 
     def __len__(self) -> int:
         """Rows of the split, over all ranks."""
@@ -116,7 +123,7 @@ class KDCacheDataset(Dataset[Batch]):
         other._orders = {}
         return other
 
-    def within(self, vocab_size: int) -> KDCacheDataset:
+    def for_vocabulary(self, vocab_size: int) -> KDCacheDataset:
         """Return this cache with no id at or beyond `vocab_size` in its rows, for a student that has no more.
 
         The probability of candidates that are left out joins the tail; see `qat_lora.cache.vocabulary`.
@@ -144,7 +151,7 @@ class KDCacheDataset(Dataset[Batch]):
             yield self._read(self.batch_rows(batch_size, position))
             position += 1
 
-    def batch_rows(self, batch_size: int, position: int, count: int = 1) -> np.ndarray[Any, Any]:
+    def batch_rows(self, batch_size: int, position: int, count: int = 1) -> Array:
         """Return which rows of the cache this rank's micro-batch `position` holds, and the `count - 1` after it."""
         firsts = (np.arange(position, position + count) * self.world_size + self.rank) * batch_size
         places = (firsts[:, None] + np.arange(batch_size)).reshape(-1)
@@ -184,9 +191,9 @@ class KDCacheDataset(Dataset[Batch]):
         """Raise CacheMismatch, showing both values, unless the cache serves what is given.
 
         Fewer candidates than stored are served by `targets(..., top_k=)`. Vocabularies may differ in padding, given the
-        size of the tokenizer that both sides have (see `within`); the student is then another model than the teacher,
-        and `teacher_digest`, of weights, is not compared. A teacher that was quantised on loading counts as one that
-        was not. All else must be equal.
+        size of the tokenizer that both sides have (see `for_vocabulary`); the student is then another model than the
+        teacher, and `teacher_digest`, of weights, is not compared. A teacher that was quantised on loading counts as
+        one that was not. All else must be equal.
         """
         wanted: dict[str, tuple[Any, Any]] = {
             "seq_len": (seq_len, self.manifest.seq_len),
@@ -224,11 +231,7 @@ class KDCacheDataset(Dataset[Batch]):
             f"{name}={getattr(self.manifest, name)!r}, but the run needs {name}={value!r}{reason}; {_FIXES[name]}."
         )
 
-    def verify(self) -> None:
-        """Read every byte; CacheError, naming all files that differ from what was recorded."""
-        verify(self.path)
-
-    def _order(self, epoch: int) -> np.ndarray[Any, Any]:
+    def _order(self, epoch: int) -> Array:
         if epoch not in self._orders:
             # Two epochs are enough for a batch that straddles them. RandomState, not Generator: NumPy has
             # frozen its stream, and a position saved today must mean the same rows in years.
@@ -236,7 +239,7 @@ class KDCacheDataset(Dataset[Batch]):
             self._orders[epoch] = self._shuffled(np.random.RandomState([self.seed % 2**32, epoch]))
         return self._orders[epoch]
 
-    def _shuffled(self, source: np.random.RandomState) -> np.ndarray[Any, Any]:
+    def _shuffled(self, source: np.random.RandomState) -> Array:
         """All rows of the split, as `shuffle_shards` says."""
         if not self.shuffle_shards:
             return source.permutation(self._rows)
@@ -246,14 +249,14 @@ class KDCacheDataset(Dataset[Batch]):
         windows = places[shards] // self.shuffle_shards
         return self._rows[np.lexsort((source.permutation(len(self._rows)), windows))]
 
-    def _expect(self, rows: np.ndarray[Any, Any]) -> None:
+    def _expect(self, rows: Array) -> None:
         """Tell the source which shards come next."""
         shards, firsts = np.unique(rows // self.manifest.rows_per_shard, return_index=True)
-        self._source.expect(shards[np.argsort(firsts)].tolist())
+        self._shards.expect(shards[np.argsort(firsts)].tolist())
 
     def _say_what_must_fit(self, disk: DiskCache) -> None:
         """Warn where the order of rows would fetch shards again and again."""
-        largest = max(shard.bytes for shard in self.manifest.shards)
+        largest = max(shard.size_bytes for shard in self.index.shards)
         needed = min(2 * self.shuffle_shards or self.manifest.shard_count, self.manifest.shard_count)
         if (fitting := disk.capacity(largest)) < needed:
             logger.warning(
@@ -262,31 +265,34 @@ class KDCacheDataset(Dataset[Batch]):
                 needed, self.path, needed * largest / 1e9, fitting, max(1, fitting // 2),
             )  # fmt: skip
 
-    def _split_rows(self, split: Split, eval_fraction: float) -> np.ndarray[Any, Any]:
+    def _split_rows(self, split: Split, eval_fraction: float) -> Array:
         rows = np.arange(self.manifest.rows)
         if split not in ("all", "train", "eval") or not 0.0 <= eval_fraction < 1.0:
             raise ConfigError(
                 "A split needs split 'all', 'train' or 'eval' and eval_fraction in [0, 1), but "
                 f"split={split!r} and eval_fraction={eval_fraction}; change these."
             )
-        if split == "all" or (split == "train" and eval_fraction == 0.0):
+        if split == "all" or (split == "train" and not eval_fraction and not self.manifest.eval_fraction):
             return rows
-        if self._fractions is None:
-            self._fractions = self._source.fractions()
-        fractions = self._fractions
-        is_eval = fractions < eval_fraction
-        if eval_fraction:  # a small cache may have no row below: it holds out the lowest
-            is_eval[fractions.argmin()] = True
+        if self.manifest.eval_fraction:
+            is_eval = self.index.held_out()
+        else:
+            of_rows = fractions(self.index.row_keys())
+            is_eval = of_rows < eval_fraction
+            if eval_fraction:  # a small cache may have no row below: it holds out the lowest
+                is_eval[of_rows.argmin()] = True
         chosen = rows[is_eval if split == "eval" else ~is_eval]
         if len(chosen) == 0:
             raise CacheError(
-                f"The {split} split of {str(self.path)!r} is empty with eval_fraction={eval_fraction} of "
-                f"{len(rows)} rows; change eval_fraction or build a cache with more rows."
+                f"The {split} split of {str(self.path)!r} is empty with eval_fraction="
+                f"{self.manifest.eval_fraction or eval_fraction} of {len(rows)} rows; change eval_fraction or build a "
+                "cache with more rows."
             )
         return chosen
 
-    def _read(self, rows: np.ndarray[Any, Any]) -> Batch:
-        tensors = self._source.read(rows)
+    def _read(self, rows: Array) -> Batch:
+        tensors = self._shards.read(rows)
+        self._check_finite(rows, tensors)
         try:
             arrays = decoded(self.manifest, tensors)
         except (ValueError, IndexError) as error:
@@ -294,33 +300,44 @@ class KDCacheDataset(Dataset[Batch]):
                 f"A row of {rows.tolist()[:8]} of {str(self.path)!r} is damaged ({error}); `qat-lora cache info "
                 "--verify` names the file."
             ) from None
-        arrays = {name: x for name, x in arrays.items() if name not in AS_STORED}
+        self._check_ids(rows, arrays)
+        arrays = {name: x for name, x in arrays.items() if name not in (*AS_STORED, "held_out")}
         arrays["length"] = arrays.pop("lengths")
-        self._check_ids("input_ids", arrays["input_ids"], rows, self.vocab_size)
-        for name in arrays.keys() & {"topk_ids", "draw_ids"}:
-            self._check_ids(name, arrays[name], rows, self.manifest.vocab_size)
         if self.vocab_size < self.manifest.vocab_size:
             arrays = without_ids_from(self.vocab_size, arrays, self.manifest.temperatures)
         if "starts" in arrays:
             arrays["position_ids"] = document_positions(arrays.pop("starts"))
         return {name: torch.from_numpy(_handed_out(x)) for name, x in arrays.items()}
 
-    def _check_ids(self, name: str, ids: np.ndarray[Any, Any], rows: np.ndarray[Any, Any], vocab_size: int) -> None:
-        # On the host: an id out of range is a silent wrong gather on a TPU, a device-side assertion on a GPU.
-        if ids.max() < vocab_size and ids.min() >= 0:
-            return
-        beyond = (ids < 0) | (ids >= vocab_size)
-        row = rows[beyond.reshape(len(rows), -1).any(1)][0]
-        raise CacheError(
-            f"Row {row} of {str(self.path)!r} holds the {name} value {ids[beyond][0]}, but the vocabulary "
-            f"has {vocab_size} tokens; build the cache again."
-        )
+    def _check_finite(self, rows: Array, tensors: Arrays) -> None:
+        """Raise CacheError at a stored number that is none: the loss would be none either."""
+        for name, x in tensors.items():
+            if np.issubdtype(x.dtype, np.floating) and not np.isfinite(x).all():
+                wrong = ~np.isfinite(x)
+                if name == "logits":  # -inf forbids a token
+                    wrong &= x != -np.inf
+                self._refuse(rows, name, x, wrong, "the teacher's numbers are finite")
+
+    def _check_ids(self, rows: Array, fields: Arrays) -> None:
+        """Raise CacheError at an id out of range: a silent wrong gather on a TPU, a device-side assertion on a GPU."""
+        limits = {"input_ids": self.vocab_size, "topk_ids": self.manifest.vocab_size}
+        limits |= {"draw_ids": self.manifest.vocab_size, "lengths": self.manifest.seq_len + 1}
+        for name in limits.keys() & fields.keys():
+            x, limit = fields[name], limits[name]
+            if x.min() < 0 or x.max() >= limit:
+                fact = f"rows have {limit - 1} tokens" if name == "lengths" else f"the vocabulary has {limit} tokens"
+                self._refuse(rows, name, x, (x < 0) | (x >= limit), fact)
+
+    def _refuse(self, rows: Array, name: str, x: Array, wrong: Array, fact: str) -> None:
+        if wrong.any():
+            row = rows[wrong.reshape(len(rows), -1).any(1)][0]
+            raise CacheError(
+                f"Row {row} of {str(self.path)!r} holds the {name} value {x[wrong][0]}, but {fact}; build the cache "
+                "again."
+            )
 
 
-def _handed_out(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _handed_out(x: Array) -> Array:
+    if x.dtype == np.bool_:
+        return x
     return x.astype(np.int64 if np.issubdtype(x.dtype, np.integer) else np.float32, copy=False)
-
-
-def _check_complete(path: Location, manifest: CacheManifest) -> None:
-    if not manifest.complete or len(manifest.shards) != manifest.shard_count:
-        raise CacheError(what_is_missing(path, manifest))

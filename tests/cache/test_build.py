@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from qat_lora.cache import CacheWriter, KDCacheDataset, load_manifest
-from qat_lora.cache.format import SHARD_BYTES, sealed
+from qat_lora.cache import CacheWriter, KDCacheDataset, load_cache, load_manifest
+from qat_lora.cache.manifest import SHARD_BYTES, sealed
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError, OutputError
 from tests.cache.conftest import blocks_of, build, manifest_of
 
@@ -64,14 +65,15 @@ def test_a_killed_process_leaves_a_cache_that_resumes_to_byte_identical_files(tm
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run([sys.executable, "-c", script], cwd=root, env=environment, check=False)
     assert ended.returncode == -signal.SIGKILL
-    with pytest.raises(CacheError, match="interrupted after 1 of 3 shards"):
+    with pytest.raises(CacheError, match="has . of 3 shards and lacks .*run the same build command again"):
         KDCacheDataset(tmp_path / "killed")
-    (tmp_path / "killed" / ".shard-00001.safetensors.77.tmp").write_bytes(b"half a shard")
+    killed = f".shard-00001.safetensors.{socket.gethostname()}.{2**22 + 5}.1.tmp"  # of a process that cannot be
+    (tmp_path / "killed" / killed).write_bytes(b"half a shard")
     build(tmp_path / "killed")
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
-def test_a_shard_that_the_manifest_does_not_name_yet_is_written_again(tmp_path):
+def test_a_file_that_is_no_sound_shard_is_written_again(tmp_path):
     build(tmp_path / "whole")
     with pytest.raises(Interrupted):
         build(tmp_path / "stopped", progress=stop_after(3))
@@ -82,7 +84,7 @@ def test_a_shard_that_the_manifest_does_not_name_yet_is_written_again(tmp_path):
 
 @pytest.mark.parametrize("index", [0, 1, 2])
 @pytest.mark.parametrize("spoil", [lambda p: p.unlink(), lambda p: os.truncate(p, 50)])
-def test_building_again_mends_a_shard_that_is_missing_or_cut_short(tmp_path, index, spoil):
+def test_building_again_restores_a_shard_that_is_missing_or_cut_short(tmp_path, index, spoil):
     build(tmp_path)
     whole = contents(tmp_path)
     spoil(tmp_path / f"shard-{index:05d}.safetensors")
@@ -123,7 +125,7 @@ def test_a_directory_with_another_cache_is_refused_showing_both_values(tmp_path,
 def test_the_names_of_teacher_and_source_may_differ_since_their_digests_decide(tmp_path):
     build(tmp_path)
     writer = CacheWriter(tmp_path, manifest_of(blocks_of(7, last_length=3), teacher="a/path", source="b"))
-    assert writer.missing == [] and writer.manifest.complete
+    assert writer.missing == [] and writer.finish().complete
 
 
 def test_another_sequence_length_is_refused(tmp_path):
@@ -153,20 +155,19 @@ def test_a_directory_that_cannot_be_made_or_written_is_one_clear_error(tmp_path)
 def test_a_shard_of_wrong_shape_or_dtype_or_that_is_there_is_refused(tmp_path):
     writer = CacheWriter(tmp_path, manifest_of(blocks_of(7)))
     good = {name: np.zeros(shape, dtype) for name, (shape, dtype) in writer.manifest.fields(3).items()}
-    with pytest.raises(ValueError, match="shard 3 is not this writer's"):
-        writer.write_shard(3, good)
     with pytest.raises(ValueError, match="lse must be float32"):
         writer.write_shard(0, {**good, "lse": good["lse"].astype(np.float64)})
     with pytest.raises(ValueError, match="topk_ids must lie in 0..28, got 0..29"):
         writer.write_shard(0, {**good, "topk_ids": good["topk_ids"] + (np.arange(4) == 3) * 29})
     with pytest.raises(ValueError, match="needs the fields"):
         writer.write_shard(0, {"lse": good["lse"]})
-    with pytest.raises(ValueError, match="still missing"):
+    with pytest.raises(ValueError, match="2 rows"):
+        writer.write_shard(0, {name: x[:2] for name, x in good.items()})
+    assert not list(tmp_path.glob("shard-*"))
+    with pytest.raises(CacheError, match="lacks shard-00000"):
         writer.finish()
     writer.write_shard(0, good)
-    assert writer.missing == [1, 2]
-    with pytest.raises(ValueError, match="shard 0 is not this writer's"):
-        writer.write_shard(0, good)
+    assert CacheWriter(tmp_path, writer.manifest).missing == [1, 2]
 
 
 @pytest.mark.parametrize("short_of", [0, 1])
@@ -181,13 +182,11 @@ def test_a_disk_that_will_be_full_is_told_of_before_the_work(tmp_path, monkeypat
 
 def test_the_manifest_survives_its_json_form(tmp_path):
     build(tmp_path)
-    manifest = load_manifest(tmp_path)
-    assert manifest.complete and len(manifest.shards) == 3 and manifest.rows == 7
+    index, manifest = load_cache(tmp_path), load_manifest(tmp_path)
+    assert index.complete and len(index.shards) == 3 and manifest.rows == index.rows == 7
     content = (tmp_path / "manifest.json").read_bytes()
     assert content == sealed(manifest.to_json())
     assert json.loads(content) == {**manifest.to_json(), "digest": json.loads(content)["digest"]}
-    manifest.save(tmp_path / "manifest.json")
-    assert load_manifest(tmp_path) == manifest
 
 
 def test_the_temperature_one_is_always_stored_and_first():
@@ -197,9 +196,9 @@ def test_the_temperature_one_is_always_stored_and_first():
 
 @pytest.mark.parametrize(("vocab_size", "bits"), [(2, 1), (29, 5), (32, 5), (33, 6), (65536, 16), (151936, 18)])
 def test_ids_take_the_bits_that_the_vocabulary_needs_and_shards_have_a_bounded_size(vocab_size, bits):
-    manifest = manifest_of(blocks_of(2), vocab_size=vocab_size, top_k=2, rows_per_shard=0)
+    manifest = manifest_of(blocks_of(2, seq_len=100), vocab_size=vocab_size, top_k=2, rows_per_shard=0)
     assert manifest.id_bits == bits
-    assert manifest.tensors(3)["topk_ids"] == ((3, -(-5 * 2 * bits // 8)), np.dtype(np.uint8))
+    assert manifest.tensors(3)["topk_ids"] == ((3, -(-100 * 2 * bits // 8)), np.dtype(np.uint8))
     assert SHARD_BYTES - manifest.bytes_per_row < manifest.rows_per_shard * manifest.bytes_per_row <= SHARD_BYTES
 
 
@@ -209,6 +208,9 @@ def test_ids_take_the_bits_that_the_vocabulary_needs_and_shards_have_a_bounded_s
         ({"top_k": 30}, "top_k=30 exceeds the vocabulary of 29"),
         ({"top_k": 0}, "top_k=0"),
         ({"rows": 0}, "rows=0"),
+        ({"rows": 10**13}, "rows=10000000000000"),
+        ({"seq_len": 10**12}, "seq_len=1000000000000"),
+        ({"eval_fraction": 1.0}, "eval_fraction"),
         ({"temperatures": (0.0,)}, "temperatures"),
         ({"logprob_bits": 3}, "logprob_bits=3"),
         ({"store": "topp"}, "store='topp'"),

@@ -1,0 +1,380 @@
+"""What the shards of a cache say of themselves, and the index that holds it for all of them.
+
+A shard is a safetensors file. One entry in its header, `shard`, says which cache it is of, which shard it is, the
+sha256 of its data, and what is in it in numbers. `index.json`, written last, repeats that for every shard, with the
+sha256 of the header: so the index vouches for the header, and the header for the data. Where there is no index, as in a
+folder that parts were copied into, the headers give the same.
+
+Legend: R rows of a shard, T positions of a row.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save as to_safetensors
+
+from qat_lora.cache.manifest import (
+    Array,
+    Arrays,
+    CacheManifest,
+    checked_digest,
+    load_manifest,
+    read_sealed,
+    sealed,
+    shard_name,
+)
+from qat_lora.errors import CacheError, CacheMismatch
+from qat_lora.files import file_sizes
+from qat_lora.remote import Location, RemotePath, location
+
+INDEX_NAME, INDEX_SCHEMA = "index.json", "qat_lora.kd_index/1"
+HEADER_KEY = "shard"
+HEADER_LIMIT = 2**24
+HEADER_GUESS = 2**16  # bytes; most headers are read at once
+REQUESTS_AT_ONCE = 16
+ROWS_AT_ONCE = 1024  # that are hashed
+SUMS = ("kept_mass", "entropy", "grid_kl")
+REBUILD = "restore the file, or delete it and run the build command again to write it anew"
+
+_DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64, "F16": np.float16, "F32": np.float32}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One shard file, as its header and the index describe it.
+
+    Attributes:
+        index: which shard of the cache it is.
+        content: sha256 of all bytes behind the header.
+        rows: how many it holds. tokens: valid ones in them.
+        kept_mass: sum over the valid tokens of the probability of the stored candidates at T = 1.
+        entropy: sum over them of the teacher's, in nats. grid_kl: sum of what the grid of log-probabilities costs.
+        tensor_bytes: name -> bytes.
+        keys: base64 of the rows' keys (see `row_keys`), 8 bytes each.
+        held_out: base64 of a bit per row; empty where rows have no tag.
+        sha256: of the header and the length before it. size_bytes: of the whole file.
+    """
+
+    index: int
+    content: str
+    rows: int
+    tokens: int
+    kept_mass: float
+    entropy: float
+    grid_kl: float
+    tensor_bytes: Mapping[str, int]
+    keys: str
+    held_out: str
+    sha256: str = ""
+    size_bytes: int = 0
+
+    @property
+    def file(self) -> str:
+        """Name of the file."""
+        return shard_name(self.index)
+
+    def key_array(self) -> Array:
+        """The rows' keys, uint64 [R]."""
+        return np.frombuffer(base64.b64decode(self.keys, validate=True), "<u8")
+
+    def held_out_array(self) -> Array:
+        """Bool [R]: which rows are tagged as held out."""
+        bits = np.frombuffer(base64.b64decode(self.held_out, validate=True), np.uint8)
+        return np.unpackbits(bits, count=self.rows, bitorder="little").astype(bool)
+
+    def check(self, manifest: CacheManifest) -> None:
+        """Raise ValueError where this cannot be a shard of a cache."""
+        for name in ("index", "rows", "tokens", "size_bytes"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}")
+        if not all(isinstance(x, float) and math.isfinite(x) for x in (getattr(self, name) for name in SUMS)):
+            raise ValueError(f"{', '.join(SUMS)} are no numbers")
+        if not isinstance(self.tensor_bytes, dict) or not all(isinstance(x, int) for x in self.tensor_bytes.values()):
+            raise ValueError(f"tensor_bytes={self.tensor_bytes!r}")
+        if self.index >= manifest.shard_count:
+            raise ValueError(f"shard {self.index} of {manifest.shard_count}")
+        checked_digest(self.content)
+        checked_digest(self.sha256)
+        if self.rows != len(manifest.shard_rows(self.index)) or len(self.key_array()) != self.rows:
+            raise ValueError(f"{self.rows} rows, {len(self.key_array())} keys")
+        if manifest.eval_fraction and len(base64.b64decode(self.held_out, validate=True)) != -(-self.rows // 8):
+            raise ValueError(f"held_out={self.held_out!r}")
+
+
+@dataclass(frozen=True)
+class CacheIndex:
+    """A cache: its manifest, and its shards as far as they are there, in order."""
+
+    manifest: CacheManifest
+    shards: tuple[Shard, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all shards are there, so that shard i is `shards[i]`."""
+        return len(self.shards) == self.manifest.shard_count
+
+    @property
+    def rows(self) -> int:
+        """Rows of the shards that are there."""
+        return sum(shard.rows for shard in self.shards)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the shards that are there."""
+        return sum(shard.size_bytes for shard in self.shards)
+
+    def row_keys(self) -> Array:
+        """uint64 [rows]: see `row_keys`."""
+        return np.concatenate([shard.key_array() for shard in self.shards])
+
+    def held_out(self) -> Array:
+        """Bool [rows]: which rows are tagged as held out."""
+        return np.concatenate([shard.held_out_array() for shard in self.shards])
+
+    def content(self) -> bytes:
+        """The bytes of index.json."""
+        shards = [asdict(shard) for shard in self.shards]
+        return sealed({"schema": INDEX_SCHEMA, "cache": self.manifest.digest, "shards": shards})
+
+    def check_complete(self, directory: Location) -> None:
+        """Raise CacheError where a shard is missing."""
+        if self.complete:
+            return
+        there, most = {shard.index for shard in self.shards}, 8
+        lacking = [i for i in range(min(self.manifest.shard_count, len(there) + most + 1)) if i not in there]
+        shown = ", ".join(map(str, lacking[:most])) + (", ..." if len(lacking) > most else "")
+        raise CacheError(
+            f"The KD cache {str(directory)!r} has {len(there)} of {self.manifest.shard_count} shards and lacks "
+            f"{shown}: its build was interrupted, or parts are missing; run the same build command again, it continues "
+            "where it stopped, or copy the files of all parts into this folder."
+        )
+
+
+def load_cache(directory: Location | str) -> CacheIndex:
+    """Open a cache, finished or not; of a finished one two files are read.
+
+    Raises CacheError where there is none or what there is cannot be understood.
+    """
+    directory = location(directory)
+    manifest = load_manifest(directory)
+    path = directory / INDEX_NAME
+    try:
+        data = read_sealed(path, INDEX_SCHEMA)
+    except FileNotFoundError:
+        return CacheIndex(manifest, tuple(scan(directory, manifest)))
+    if data.get("cache") != manifest.digest:
+        raise CacheMismatch(
+            f"{str(path)!r} is of another cache than the manifest beside it; delete it and run the build command again."
+        )
+    try:
+        shards = tuple(Shard(**entry) for entry in data["shards"])
+        for number, shard in enumerate(shards):
+            shard.check(manifest)
+            if shard.index != number:
+                raise ValueError(f"shard {shard.index} in place {number}")
+        if len(shards) != manifest.shard_count:
+            raise ValueError(f"{len(shards)} of {manifest.shard_count} shards")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CacheError(f"{str(path)!r} is damaged ({error}); delete it and run the build command again.") from error
+    return CacheIndex(manifest, shards)
+
+
+def scan(directory: Location, manifest: CacheManifest, known: Mapping[str, Shard] | None = None) -> list[Shard]:
+    """Return the sound shards of a folder by their headers, in order; `known` are those that need not be read again.
+
+    What is no sound file is left out, since a build writes it anew; CacheMismatch at a shard of another cache.
+    """
+    known, digest = known or {}, manifest.digest
+    sizes = {name: size for name, size in file_sizes(directory).items() if _index_of(name) >= 0}
+
+    def read(name: str) -> Shard | None:
+        if name in known and known[name].size_bytes == sizes[name]:
+            return known[name]
+        try:
+            return read_header(directory / name, manifest, _index_of(name), sizes[name], digest)
+        except CacheMismatch:
+            raise
+        except CacheError:
+            return None
+
+    if isinstance(directory, RemotePath) and sizes:
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+            found = list(pool.map(read, sizes))
+    else:
+        found = [read(name) for name in sizes]
+    return sorted((shard for shard in found if shard is not None), key=lambda shard: shard.index)
+
+
+def read_header(path: Location, manifest: CacheManifest, index: int, size: int, digest: str = "") -> Shard:
+    """Read what the file of shard `index`, of `size` bytes, says of itself; `digest` is the manifest's, if it is known.
+
+    CacheError where it is no sound file, CacheMismatch where it is another cache's or another shard.
+    """
+    digest = digest or manifest.digest
+    try:
+        header = _header_bytes(path, size)
+        tree = json.loads(header[8:])
+        said = json.loads(tree.pop("__metadata__")[HEADER_KEY])
+        whose = said.pop("cache")
+        if whose != digest or said["index"] != index:
+            raise CacheMismatch(
+                f"{str(path)!r} is shard {said['index']} of another KD cache ({str(whose)[:12]}.., the folder's is "
+                f"{digest[:12]}..) or of another place in this one; delete it to have it built, or choose another "
+                "--output."
+            )
+        shard = Shard(**{**said, "sha256": hashlib.sha256(header).hexdigest(), "size_bytes": size})
+        shard.check(manifest)
+        _check_tensors(manifest, shard, tree, size - len(header))
+        return shard
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError, OSError) as error:
+        raise CacheError(f"{str(path)!r} is no sound shard ({error}); {REBUILD}.") from None
+
+
+def check_shard(path: Location, shard: Shard, *, name: Location | None = None) -> None:
+    """Read every byte of a shard file; CacheError unless it is the one that the index or its header describes.
+
+    `name` is what a copy is called in errors.
+    """
+    place = repr(str(name or path))
+    header, content = hashlib.sha256(), hashlib.sha256()
+    size = header_end = 0
+    try:
+        for chunk in _chunks(path):
+            header_end = header_end or 8 + int.from_bytes(chunk[:8], "little")
+            rest = max(0, header_end - size)
+            header.update(chunk[:rest])
+            content.update(chunk[rest:])
+            size += len(chunk)
+    except FileNotFoundError:
+        raise CacheError(
+            f"The KD cache lacks its shard {place}; restore the file or run the build command again."
+        ) from None
+    except OSError as error:
+        raise CacheError(f"{place} cannot be read ({error}); restore the file.") from None
+    if size != shard.size_bytes:
+        raise CacheError(f"{place} has {size} bytes instead of {shard.size_bytes} (cut short?); {REBUILD}.")
+    for found, wanted in ((header.hexdigest(), shard.sha256), (content.hexdigest(), shard.content)):
+        if found != wanted:
+            digests = f"sha256 {found[:12]}.. instead of the recorded {wanted[:12]}.."
+            raise CacheError(f"{place} is damaged: {digests}; {REBUILD}.")
+
+
+def shard_file(manifest: CacheManifest, index: int, tensors: Arrays, sums: Mapping[str, float]) -> tuple[Shard, bytes]:
+    """What the header of shard `index` with these tensors says, and the bytes of its file."""
+    raw = memoryview(to_safetensors({name: np.ascontiguousarray(x) for name, x in tensors.items()}))
+    end = 8 + int.from_bytes(raw[:8], "little")
+    tree, data = json.loads(bytes(raw[8:end])), raw[end:]
+    held_out = np.packbits(tensors["held_out"], bitorder="little").tobytes() if "held_out" in tensors else b""
+    shard = Shard(
+        index=index,
+        content=hashlib.sha256(data).hexdigest(),
+        rows=len(tensors["lengths"]),
+        tokens=int(tensors["lengths"].sum()),
+        kept_mass=sums["kept_mass"],
+        entropy=sums["entropy"],
+        grid_kl=sums["grid_kl"],
+        tensor_bytes={name: tensors[name].nbytes for name in sorted(tensors)},
+        keys=base64.b64encode(row_keys(tensors).tobytes()).decode(),
+        held_out=base64.b64encode(held_out).decode(),
+    )
+    said = {name: value for name, value in asdict(shard).items() if name not in ("sha256", "size_bytes")}
+    metadata = {HEADER_KEY: json.dumps({"cache": manifest.digest, **said})}
+    text = json.dumps({"__metadata__": metadata, **tree}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    content = b"".join((header, data))
+    return dataclasses.replace(shard, sha256=hashlib.sha256(header).hexdigest(), size_bytes=len(content)), content
+
+
+def row_keys(tensors: Arrays) -> Array:
+    """uint64 [R]: of each row the first 8 bytes of the sha256 of its tokens: ids, length, and all tags as bits.
+
+    `tensors` may be those of a shard or fields; both give the same.
+    """
+    digests = bytearray()
+    for first in range(0, len(tensors["lengths"]), ROWS_AT_ONCE):
+        columns = []
+        for name in ("input_ids", "lengths", "starts", "answer", "held_out"):
+            if name not in tensors:
+                continue
+            x = np.asarray(tensors[name][first : first + ROWS_AT_ONCE])
+            x = x.reshape(len(x), -1)
+            if name in ("input_ids", "lengths"):
+                x = np.ascontiguousarray(x, dtype="<i4").view(np.uint8)
+            elif x.dtype == bool:
+                x = np.packbits(x, axis=1, bitorder="little")
+            columns.append(x)
+        for row in np.concatenate(columns, axis=1):
+            digests += hashlib.sha256(row.tobytes()).digest()[:8]
+    return np.frombuffer(bytes(digests), "<u8")
+
+
+def source_digest(keys: Array, seq_len: int) -> str:
+    """The sha256 of all rows of a cache, from their keys."""
+    digest = hashlib.sha256(repr((len(keys), seq_len)).encode())
+    digest.update(np.ascontiguousarray(keys, dtype="<u8").tobytes())
+    return digest.hexdigest()
+
+
+def fractions(keys: Array) -> Array:
+    """Of each row a number in [0, 1) that depends on nothing but its tokens; 53 bits are what a float holds."""
+    return (keys >> np.uint64(11)).astype(np.float64) / 2.0**53
+
+
+def _index_of(name: str) -> int:
+    match = re.fullmatch(r"shard-([0-9]{5,15})\.safetensors", name)
+    return int(match[1]) if match else -1
+
+
+def _header_bytes(path: Location, size: int) -> bytes:
+    """The header of a safetensors file, with the 8 bytes of its length; ValueError where it is none."""
+
+    def read(start: int, stop: int) -> bytes:
+        if isinstance(path, RemotePath):
+            return path.read_bytes(start, stop)
+        with path.open("rb") as stream:
+            stream.seek(start)
+            return stream.read(stop - start)
+
+    found = read(0, min(HEADER_GUESS, size))
+    end = 8 + int.from_bytes(found[:8], "little")
+    if len(found) < 8 or not 8 < end <= min(HEADER_LIMIT, size):
+        raise ValueError(f"a header of {end - 8} bytes in a file of {size}")
+    return found[:end] if len(found) >= end else found + read(len(found), end)
+
+
+def _check_tensors(manifest: CacheManifest, shard: Shard, tree: Mapping[str, Any], data_bytes: int) -> None:
+    """Raise ValueError unless a header's tensors are those of the manifest, and fill the file."""
+    wanted = manifest.tensors(shard.rows)
+    if set(tree) != {*wanted, *manifest.streams}:
+        raise ValueError(f"tensors {sorted(tree)}")
+    end_of_all = 0
+    for name, entry in tree.items():
+        dtype, shape, (begin, end) = np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"]), entry["data_offsets"]
+        if begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name} of {shape} in {end - begin} bytes")
+        if (shape, dtype) != wanted.get(name, (shape, np.dtype(np.uint8))):
+            raise ValueError(f"{name} is {dtype} {shape}")
+        end_of_all = max(end_of_all, end)
+    if end_of_all != data_bytes:
+        raise ValueError(f"{data_bytes} bytes of data instead of {end_of_all}")
+
+
+def _chunks(path: Location) -> Iterable[bytes]:
+    if isinstance(path, RemotePath):
+        yield from path.chunks()
+        return
+    with path.open("rb") as stream:
+        while chunk := stream.read(2**22):
+            yield chunk

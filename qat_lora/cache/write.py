@@ -1,0 +1,270 @@
+"""The folder that becomes a cache: which shards are missing, and how a file gets its place.
+
+A file appears whole and under its name, or not at all; where two builders write the same one, the first stays. That is
+all that builds in one folder have to agree on: each looks what is missing, and the index, written last, records the
+files that are there. Does not own what the rows hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from qat_lora.cache.codec import AS_STORED, encoded, joined, sums_of
+from qat_lora.cache.fetch import DiskCache
+from qat_lora.cache.index import INDEX_NAME, CacheIndex, Shard, check_shard, load_cache, scan, shard_file
+from qat_lora.cache.manifest import MANIFEST_NAME, WHOLE, Array, Arrays, CacheManifest, Part, sealed, shard_name
+from qat_lora.errors import CacheError, CacheMismatch, ConfigError, DiskFull, OutputError
+from qat_lora.files import check_writable, file_sizes, sync_folder, unwritable, write_atomically
+from qat_lora.remote import Location, RemotePath, location
+
+logger = logging.getLogger(__name__)
+
+ABANDONED_SECONDS = 3600.0  # after which a temporary file of another machine is a killed process's
+
+
+class CacheWriter:
+    """A folder that becomes the cache of a manifest: fresh, or left behind by interrupted builds, or holding parts.
+
+    With several ranks, rank 0's writer is made before the others', and `finish` is called when all ranks have written
+    their shards, by rank 0 first.
+
+    Attributes:
+        manifest: what is built. indices: the shards that are this writer's, which do not depend on what is there.
+        missing: those of them that are not there.
+        rounds: shards of the rank that has most.
+    """
+
+    def __init__(
+        self,
+        directory: Location | str,
+        manifest: CacheManifest,
+        *,
+        part: Part = WHOLE,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """Write the manifest, or take up what is there if it describes the same cache."""
+        self.directory, self.part, self.rank, self.world_size = location(directory), part, rank, world_size
+        if part.count > manifest.shard_count:
+            raise ConfigError(
+                f"A part needs a shard at least, but part={str(part)!r} and the cache has {manifest.shard_count} "
+                f"shards of {manifest.rows_per_shard} rows; use fewer parts or a smaller --rows-per-shard."
+            )
+        self.manifest = self._opened(manifest)
+        everything = part.shards(manifest.shard_count)
+        self.indices, self.rounds = list(everything[rank::world_size]), -(-len(everything) // world_size)
+        self._shards = {shard.file: shard for shard in scan(self.directory, self.manifest)}
+        self._unsound = file_sizes(self.directory).keys() - self._shards.keys()
+        self.missing = [index for index in self.indices if shard_name(index) not in self._shards]
+        if 0 < len(self.missing) < len(self.indices):
+            logger.info("%d of %d shards are in %s", len(self._shards), manifest.shard_count, self.directory)
+        self._warn_of_little_room()
+
+    @property
+    def rows_done(self) -> int:
+        """Rows of this writer's shards that are there."""
+        return self.rows - sum(len(self.manifest.shard_rows(index)) for index in self.missing)
+
+    @property
+    def rows(self) -> int:
+        """Rows of this writer's shards."""
+        return sum(len(self.manifest.shard_rows(index)) for index in self.indices)
+
+    def is_there(self, index: int) -> bool:
+        """Whether a shard has come, maybe from another builder, since this writer was made."""
+        name = shard_name(index)
+        return name not in self._unsound and (self.directory / name).exists()
+
+    def encode(self, fields: Arrays) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Some rows as they are stored, and their sums: what `write_encoded` takes pieces of."""
+        _check_fields(self.manifest, fields)
+        tensors = encoded(self.manifest, fields)
+        return tensors, sums_of(self.manifest, tensors, fields)
+
+    def write_shard(self, index: int, fields: Arrays) -> None:
+        """Write shard `index` with the fields of all its rows."""
+        self.write_encoded(index, [self.encode(fields)])
+
+    def write_encoded(self, index: int, pieces: Sequence[tuple[Arrays, Arrays]]) -> None:
+        """Write shard `index` from what `encode` gave; where it has come meanwhile, that file stays."""
+        tensors = joined(self.manifest, [piece for piece, _ in pieces])
+        sums = {name: float(np.concatenate([each[name] for _, each in pieces]).sum()) for name in pieces[0][1]}
+        shard, content = shard_file(self.manifest, index, tensors, sums)
+        shard.check(self.manifest)
+        self._write(shard, content)
+
+    def copy_shard(self, shard: Shard, path: Path) -> None:
+        """Write a shard as another folder has it; CacheError where it is damaged there."""
+        check_shard(path, shard)
+        self._write(shard, path.read_bytes())
+
+    def finish(self) -> CacheIndex:
+        """Write the index where all shards are there, and return it; of a part, what is there.
+
+        Rank 0 makes it, the others read it. At a URL, where another builder's file may have taken the place of one of
+        ours, each header is read again.
+        """
+        if self.rank:
+            return load_cache(self.directory)
+        known = {} if isinstance(self.directory, RemotePath) else self._shards
+        index = CacheIndex(self.manifest, tuple(scan(self.directory, self.manifest, known)))
+        there = {shard.index for shard in index.shards}
+        if lacking := [i for i in self.part.shards(self.manifest.shard_count) if i not in there]:
+            raise CacheError(
+                f"All shards were written, but {str(self.directory)!r} lacks {shard_name(lacking[0])}; give an "
+                "--output that all ranks see, or build a --part on each machine."
+            )
+        path = self.directory / INDEX_NAME
+        if index.complete and (not path.exists() or path.read_bytes() != index.content()):
+            write_atomically(path, lambda stream: stream.write(index.content()))
+        if index.complete and isinstance(self.directory, RemotePath):
+            for left in self.directory.glob(".*.tmp"):  # of killed builders: nobody needs what is not there yet
+                left.unlink(missing_ok=True)
+        return index
+
+    def _write(self, shard: Shard, content: bytes) -> None:
+        path = self.directory / shard.file
+        try:
+            if isinstance(path, RemotePath):
+                if shard.file in self._unsound or not path.exists():
+                    path.write_bytes(content)
+                    with contextlib.suppress(ConfigError, OutputError):  # training may soon want it
+                        DiskCache().put(path.parent, shard, content)
+            elif write_first(path, content, replace=shard.file in self._unsound):
+                self._shards[shard.file] = shard
+        except DiskFull:
+            left = sum(not self.is_there(index) for index in self.missing)
+            raise DiskFull(
+                f"The disk of {str(self.directory)!r} is full: {shard.file} takes {_megabytes(len(content))} and "
+                f"{left} {'shard is' if left == 1 else 'shards are'} still missing; free about "
+                f"{_megabytes(left * len(content))} and run the same command again, it continues with these."
+            ) from None
+
+    def _opened(self, wanted: CacheManifest) -> CacheManifest:
+        """Check what is in the folder; return the manifest that is there, or write this one."""
+        if self.rank == 0:
+            check_writable(self.directory)
+            _remove_abandoned(self.directory)
+        path = self.directory / MANIFEST_NAME
+        try:
+            found = CacheManifest.read(path)
+        except FileNotFoundError:
+            self._refuse_unnamed()
+            if isinstance(path, RemotePath):
+                path.write_bytes(sealed(wanted.to_json()))
+            else:
+                write_first(path, sealed(wanted.to_json()))
+            found = CacheManifest.read(path)
+        if differing := found.differing(wanted):
+            shown = ", ".join(f"{name}: there {a!r}, asked for {b!r}" for name, (a, b) in differing.items())
+            raise CacheMismatch(
+                f"{str(self.directory)!r} holds a KD cache of something else ({path.name}: {shown}); "
+                "choose another --output or delete that directory."
+            )
+        return found
+
+    def _refuse_unnamed(self) -> None:
+        if self.rank:
+            raise CacheError(
+                f"rank {self.rank} does not find {str(self.directory / MANIFEST_NAME)!r}, which rank 0 has just "
+                "written; give an --output that all ranks see, or build a --part on each machine."
+            )
+        if shards := sorted(name for name in file_sizes(self.directory) if name.startswith("shard-")):
+            raise CacheError(
+                f"{str(self.directory)!r} holds {shards[0]} but no {MANIFEST_NAME}, so it is not ours to "
+                "write over; choose another --output or delete that directory."
+            )
+
+    def _warn_of_little_room(self) -> None:
+        """Others may free or fill a disk meanwhile, so this is no error."""
+        if isinstance(self.directory, RemotePath):
+            return
+        wanted = (self.rows - self.rows_done) * self.manifest.bytes_per_row
+        free = shutil.disk_usage(self.directory).free
+        if free < wanted:
+            logger.warning(
+                "%s has %s free, but the shards to be written take about %s",
+                self.directory,
+                _megabytes(free),
+                _megabytes(wanted),
+            )
+
+
+def write_first(path: Path, content: bytes, *, replace: bool = False) -> bool:
+    """Write a file whole and durably, unless there is one of that name: then that stays, and False is returned.
+
+    With `replace`, in the place of whatever is there.
+    """
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        try:
+            if replace:
+                os.replace(temporary, path)
+            else:
+                os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError:
+            if path.exists():
+                return False
+            os.replace(temporary, path)  # a file system without links
+        finally:
+            temporary.unlink(missing_ok=True)
+            sync_folder(path.parent)
+        return True
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise unwritable(path, error) from None
+
+
+def _remove_abandoned(directory: Location) -> None:
+    """Remove what killed processes were just writing; those that live keep theirs. A URL has none of ours."""
+    if isinstance(directory, RemotePath):
+        return
+    for path in directory.glob(".*.tmp"):
+        host, _, process = path.name.rpartition(".tmp")[0].rpartition(".")[0].rpartition(".")
+        is_here = host.endswith(f".{socket.gethostname()}") and process.isdigit() and os.name == "posix"
+        with contextlib.suppress(FileNotFoundError):
+            if not _lives(int(process)) if is_here else time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                path.unlink()
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _check_fields(manifest: CacheManifest, fields: Arrays) -> None:
+    wanted = manifest.fields(len(next(iter(fields.values()))))
+    if set(fields) - set(AS_STORED) != set(wanted):
+        raise ValueError(f"a shard needs the fields {sorted(wanted)}, got {sorted(fields)}")
+    for name, (shape, dtype) in wanted.items():
+        if fields[name].shape != shape or fields[name].dtype != dtype:
+            raise ValueError(f"{name} must be {dtype} {shape}, got {fields[name].dtype} {fields[name].shape}")
+    for name in fields.keys() & {"topk_ids", "draw_ids"}:
+        ids = fields[name]
+        if ids.min() < 0 or ids.max() >= manifest.vocab_size:
+            raise ValueError(f"{name} must lie in 0..{manifest.vocab_size - 1}, got {ids.min()}..{ids.max()}")
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size:,} bytes"
