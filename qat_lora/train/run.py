@@ -97,7 +97,7 @@ def _fit(opening: Opening, student: Student, extra_hooks: Sequence[Hook]) -> Run
     run, runtime, output = opening.run, opening.runtime, opening.run.output
     manifest = opening.cache.manifest
     check_ranks_agree(opening, student.model)
-    _say_what_is_trained(opening, student)
+    _log_what_is_trained(opening, student)
     models.place(student.model, runtime)
     tensors = student_tensors(student.model)  # before the layers are made one, under their plain names
     state = _state(opening, student)
@@ -135,7 +135,7 @@ def _fit(opening: Opening, student: Student, extra_hooks: Sequence[Hook]) -> Run
     return RunResult(best, losses, state)
 
 
-def _say_what_is_trained(opening: Opening, student: Student) -> None:
+def _log_what_is_trained(opening: Opening, student: Student) -> None:
     run, runtime, rows = opening.run, opening.runtime, len(opening.train_rows)
     size = size_of(student.model, stored_bits=opening.loaded.stored_bits)
     adapter = f" + {size.adapter_bits:.2f} of adapters" if size.adapter_bits else ""
@@ -145,7 +145,12 @@ def _say_what_is_trained(opening: Opening, student: Student) -> None:
         size.bits_per_weight - size.adapter_bits, adapter, run.cache_dir,
         f"{rows:,}", opening.cache.manifest.seq_len, f"{len(opening.held_out_rows):,}",
     )  # fmt: skip
-    of_a_step = run.loop.batch_size * run.loop.accumulation_steps * runtime.world_size * runtime.devices
+    devices = runtime.world_size * runtime.devices
+    of_a_step = run.loop.batch_size * run.loop.accumulation_steps * devices
+    log.info(
+        "effective batch: %d rows x %d micro-batches x %d devices = %d rows, %s tokens", run.loop.batch_size,
+        run.loop.accumulation_steps, devices, of_a_step, f"{of_a_step * opening.cache.manifest.seq_len:,}",
+    )  # fmt: skip
     if rows < of_a_step:
         log.warning(
             "a step takes %d rows, but the cache has only %d to train on, so rows repeat within a step; lower "
@@ -155,21 +160,16 @@ def _say_what_is_trained(opening: Opening, student: Student) -> None:
 
 def _state(opening: Opening, student: Student) -> TrainState:
     """The run's state before its first step; the model's layers set up to be trained."""
-    run, runtime, seq_len = opening.run, opening.runtime, opening.cache.manifest.seq_len
+    run, runtime = opening.run, opening.runtime
     weights, scales = student.parameters(student.weights), student.parameters(student.scales)
     trained = weights | scales
-    to_come_bytes = state_bytes(trained.values(), run.optim)
-    tokens = run.loop.batch_size * seq_len
-    lower_layers(student.model, run.execution, runtime, tokens=tokens, to_come_bytes=to_come_bytes)
+    lower_layers(
+        student.model, run.execution, runtime, tokens=run.loop.batch_size * opening.cache.manifest.seq_len,
+        to_come_bytes=state_bytes(trained.values(), run.optim),
+    )  # fmt: skip
     runtime.barrier("before_warmup")  # every rank has read what is there before one of them changes it
     optimizer = build_optimizer(weights.values(), scales.values(), run.optim)
     averages = averages_of(trained) if run.optim.ema_decay else {}
-    devices = runtime.world_size * runtime.devices
-    rows = run.loop.batch_size * run.loop.accumulation_steps * devices
-    log.info(
-        "effective batch: %d rows x %d micro-batches x %d devices = %d rows, %s tokens",
-        run.loop.batch_size, run.loop.accumulation_steps, devices, rows, f"{rows * seq_len:,}",
-    )  # fmt: skip
     return TrainState(student.model, trained, optimizer, seed=run.loop.seed, ema=averages)
 
 
