@@ -98,7 +98,7 @@ def start(folder: Path, tests: tuple[str, ...], log: Path) -> int:
         sys.path[:] = [str(folder), *(p for p in sys.path if p and Path(p).resolve() != ROOT)]
         import pytest
 
-        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+        code = int(pytest.main(["-o", "addopts=", "-x", "-q", "-p", "no:cacheprovider", *tests]))
     except BaseException:
         traceback.print_exc()
     finally:
