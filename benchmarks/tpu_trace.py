@@ -279,7 +279,6 @@ def _batch(case: Case) -> dict[str, Tensor]:
         "length": (rows[:1], torch.int64),
         "topk_ids": ((*rows, case.top_k), torch.int64),
         "topk_logprobs": ((*rows, case.top_k), torch.float32),
-        "lse": ((*rows, 1), torch.float32),
         "tail": ((*rows, 1), torch.float32),
     }
     if case.packing == "documents":

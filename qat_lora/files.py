@@ -1,4 +1,7 @@
-"""Files written so that a reader sees the old content or the new, never a part; digests of files."""
+"""Places: paths and URLs. Files written so that a reader sees the old content or the new, never a part; their digests.
+
+A URL is only a name here; `qat_lora.cache.remote` reads and writes what it names.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,84 @@ import hashlib
 import io
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self, TypeAlias
 
-from qat_lora.errors import DiskFull, OutputError
-from qat_lora.remote import Location, RemotePath
+from qat_lora.errors import ConfigError, DiskFull, OutputError
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+_LOST_SLASH = re.compile(r"(gs|gcs|s3|s3a|hf|memory|file|local):/[^/]")
 
 
-def write_atomically(path: Location, write: Callable[[BinaryIO], object]) -> None:
+class Url:
+    """A folder or file that lies elsewhere, by its URL; two of one URL are equal. It never changes."""
+
+    def __init__(self, url: str) -> None:
+        """Drop slashes at the end: a folder has one name."""
+        self.url = url.rstrip("/")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Url) and self.url == other.url
+
+    def __hash__(self) -> int:
+        return hash(self.url)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> Self:
+        return type(self)(f"{self.url}/{name}")
+
+    @property
+    def scheme(self) -> str:
+        """What the URL begins with, `gs` say."""
+        return self.url.split("://")[0].lower()
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.url.rsplit("/", 1)[-1]
+
+    @property
+    def parent(self) -> Self:
+        """The folder that this lies in."""
+        return type(self)(self.url.rsplit("/", 1)[0])
+
+    def resolve(self) -> Self:
+        """Itself: a URL is whole."""
+        return self
+
+
+Location: TypeAlias = Path | Url
+
+
+def is_remote(spec: str | Location) -> bool:
+    """Whether this names what lies elsewhere, and not a path of this machine."""
+    return isinstance(spec, Url) or (isinstance(spec, str) and _URL.match(spec) is not None)
+
+
+def location(spec: str | Location) -> Location:
+    """Return the place that was named: a Url, or else a Path; ConfigError for what was a URL once."""
+    if isinstance(spec, Url):
+        return spec
+    if is_remote(spec):
+        return Url(str(spec))
+    if _LOST_SLASH.match(str(spec)):
+        scheme, _, rest = str(spec).partition(":/")
+        raise ConfigError(f"{str(spec)!r} is a URL that has lost a slash; write '{scheme}://{rest}', as text.")
+    return Path(spec)
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Call `write` with a temporary file beside `path`, flush it to disk, then rename it into place.
 
-    What goes to a URL is put together in memory. Raises OutputError where the folder cannot be written, DiskFull where
-    it is full, RemoteError where the URL cannot; nothing half-written stays.
+    Raises OutputError where the folder cannot be written, DiskFull where it is full; nothing half-written stays.
     """
-    if isinstance(path, RemotePath):
-        buffer = io.BytesIO()
-        write(buffer)
-        return path.write_bytes(buffer.getvalue())
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,37 +121,28 @@ class _File(io.FileIO):
             raise
 
 
-def write_json(path: Location, tree: Any) -> None:
+def write_json(path: Path, tree: Any) -> None:
     """Write a tree of JSON types, indented, keys in their own order."""
     text = json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
     write_atomically(path, lambda stream: stream.write(text.encode()))
 
 
-def sha256_file(path: Location) -> str:
+def sha256_file(path: Path) -> str:
     """Hex sha256 of a file's bytes."""
-    if isinstance(path, RemotePath):
-        digest = hashlib.sha256()
-        for chunk in path.chunks():
-            digest.update(chunk)
-        return digest.hexdigest()
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def file_sizes(folder: Location) -> dict[str, int]:
+def file_sizes(folder: Path) -> dict[str, int]:
     """Name -> bytes of the files in a folder; empty where there is no such folder."""
-    if isinstance(folder, RemotePath):
-        return folder.sizes()
     return {path.name: path.stat().st_size for path in folder.glob("*") if path.is_file()}
 
 
-def check_writable(folder: Location) -> None:
+def check_writable(folder: Path) -> None:
     """Prove, before the long work, that files can be written in a folder, and leave no trace.
 
-    Raises OutputError, or RemoteError for a URL.
+    Raises OutputError.
     """
-    if isinstance(folder, RemotePath):
-        return folder.check_writable()
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     probe = folder / f".probe.{os.getpid()}"
     try:

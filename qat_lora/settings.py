@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from qat_lora.errors import ConfigError, did_you_mean
-from qat_lora.remote import Location, RemotePath, is_remote, location
+from qat_lora.files import Location, Url, is_remote, location
 
 T = TypeVar("T")
 # What others call a value, where spelling alone would lead to another one.
@@ -101,7 +101,7 @@ def parse_value(hint: Any, value: Any, name: str) -> Any:
             raise ConfigError(f"{name} takes a list, but got {value!r}; write it as a, b.")
         return tuple(parse_value(get_args(hint)[0], item, name) for item in items)
     if hint in (str, Path, Location) or get_origin(hint) is Literal:
-        if not isinstance(value, str | Path | RemotePath):
+        if not isinstance(value, str | Path | Url):
             raise ConfigError(f"{name} takes text, but got {value!r}; put it in quotes or drop it.")
         if hint is Path and is_remote(value):
             raise ConfigError(f"{name} takes a folder of this machine, but got {str(value)!r}; only caches have URLs.")
@@ -201,4 +201,4 @@ def _plain(value: Any) -> Any:
         return to_json(value)
     if isinstance(value, tuple):
         return [_plain(v) for v in value]
-    return str(value) if isinstance(value, Path | RemotePath) else value
+    return str(value) if isinstance(value, Path | Url) else value

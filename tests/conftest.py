@@ -145,3 +145,9 @@ def recovery_run(cache_dir: Path, output: Path, checkpoint: Path, *, loop=None, 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files whose tests start processes come first, so that no worker is left alone with one of them at the end."""
     items.sort(key=lambda item: "tests/runtime/" not in item.nodeid)
+
+
+@pytest.fixture(autouse=True)
+def _no_waits_between_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails at a URL is tried again at once."""
+    monkeypatch.setattr("qat_lora.cache.remote.RETRY_SECONDS", (0.0, 0.0, 0.0))

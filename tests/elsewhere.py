@@ -16,6 +16,8 @@ class Elsewhere(MemoryFileSystem):
     Attributes:
         calls: how often each method was called on a file, as ("get_file", "shard-00000.safetensors").
         failing: (method, part of a name) -> what is raised.
+        flaky: (method, part of a name) -> how often TimeoutError is raised before it works.
+        listings: folder -> what it was when it was listed, which answers until `invalidate_cache`, as on S3 or GCS.
         gate: while it is cleared, get_file waits.
     """
 
@@ -24,6 +26,8 @@ class Elsewhere(MemoryFileSystem):
     pseudo_dirs = [""]
     calls: Counter[tuple[str, str]] = Counter()
     failing: dict[tuple[str, str], BaseException] = {}
+    flaky: dict[tuple[str, str], int] = {}
+    listings: dict[str, list[dict[str, Any]]] = {}
     gate = threading.Event()
 
     @classmethod
@@ -36,6 +40,8 @@ class Elsewhere(MemoryFileSystem):
         cls.pseudo_dirs[:] = [""]
         cls.calls.clear()
         cls.failing.clear()
+        cls.flaky.clear()
+        cls.listings.clear()
         cls.gate.set()
 
     def _note(self, method: str, path: str) -> None:
@@ -44,12 +50,30 @@ class Elsewhere(MemoryFileSystem):
         for (failing, part), error in self.failing.items():
             if failing == method and part in name:
                 raise error
+        for (failing, part), left in self.flaky.items():
+            if failing == method and part in name and left:
+                self.flaky[failing, part] = left - 1
+                raise TimeoutError("the line is slow")
+
+    def invalidate_cache(self, path=None):
+        for known in list(self.listings) if path is None else (path, self._parent(path)):
+            self.listings.pop(known, None)
 
     def ls(self, path, detail=True, **kwargs):
-        self._note("ls", path)
-        return super().ls(path, detail, **kwargs)
+        path = self._strip_protocol(path)
+        if path not in self.listings:
+            self._note("ls", path)
+            self.listings[path] = super().ls(path, True, **kwargs)
+        found = self.listings[path]
+        return found if detail else [entry["name"] for entry in found]
 
     def info(self, path, **kwargs):
+        path = self._strip_protocol(path)
+        if (listed := self.listings.get(self._parent(path))) is not None:
+            for entry in listed:
+                if entry["name"] == path:
+                    return entry
+            raise FileNotFoundError(path)
         self._note("info", path)
         return super().info(path, **kwargs)
 

@@ -1,13 +1,13 @@
 """The teacher's predictions on disk: built, read, checked, converted. Not what a student is asked to match (`kd`)."""
 
 from qat_lora.cache.build import build_cache, token_arrays
+from qat_lora.cache.check import CacheSummary, summarise, verify
 from qat_lora.cache.index import CacheIndex, Shard, load_cache, row_keys, source_digest
+from qat_lora.cache.legacy import convert_older, is_older
 from qat_lora.cache.manifest import CacheManifest, Part, load_manifest
-from qat_lora.cache.older import convert_older, is_older
 from qat_lora.cache.operations import convert, merge, split_parts, split_rows
 from qat_lora.cache.read import KDCacheDataset
 from qat_lora.cache.reduce import topk_rows
-from qat_lora.cache.summary import CacheSummary, summarise, verify
 from qat_lora.cache.vocabulary import differ_in_padding
 from qat_lora.cache.write import CacheWriter
 

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from qat_lora.cache.gaps import expected_kl, from_gaps, to_gaps
+from qat_lora.cache.bits import from_runs, pack, run_ends, runs_of, to_runs, unpack
+from qat_lora.cache.grid import expected_kl, from_gaps, to_gaps
 from qat_lora.cache.manifest import GRID_BITS, Array, Arrays, CacheManifest, ends_name
-from qat_lora.kd.bits import pack, unpack
-from qat_lora.kd.draws import from_runs, run_ends, runs_of, to_runs
 
 AS_STORED = ("levels", "largest_gap")  # what `decoded` adds to the fields
 
@@ -41,7 +40,7 @@ def encoded(manifest: CacheManifest, fields: Arrays) -> dict[str, Array]:
             else:
                 levels, found["largest_gap"] = to_gaps(fields["topk_logprobs"], manifest.logprob_bits)
             found["topk_logprobs"] = pack(_in_rows(levels), manifest.logprob_bits)
-    elif manifest.store == "sampled":
+    if manifest.draws:
         ids_RTN = _blank_padding(fields["draw_ids"], fields["lengths"])
         found["draw_runs"], rows = to_runs(ids_RTN, manifest.id_bits)
         found |= _stream("draw_ids", rows)
@@ -71,14 +70,14 @@ def decoded(manifest: CacheManifest, tensors: Arrays) -> dict[str, Array]:
         found["topk_logprobs"] = decoded_logprobs(manifest, tensors)
         if manifest.logprob_bits in GRID_BITS:
             found |= {"levels": decoded_levels(manifest, tensors), "largest_gap": tensors["largest_gap"]}
-    elif manifest.store == "sampled":
-        run_RX = runs_of(tensors["draw_runs"], length, manifest.samples)
+    if manifest.draws:
+        run_RX = runs_of(tensors["draw_runs"], length, manifest.draws)
         ids_RX = from_runs(run_RX, tensors["draw_ids"], manifest.id_bits)
         found["draw_ids"] = ids_RX.reshape(rows, length, -1)
         if manifest.weighed:
             codes_RXm = tensors["draw_ratios"].reshape(rows, -1, len(manifest.weighed))
             codes = np.take_along_axis(codes_RXm, run_RX[..., None], axis=1)
-            found["draw_ratios"] = codes.reshape(rows, length, manifest.samples, -1)
+            found["draw_ratios"] = codes.reshape(rows, length, manifest.draws, -1)
     return found
 
 
@@ -132,7 +131,8 @@ def batch_of(manifest: CacheManifest, pieces: Sequence[Arrays]) -> dict[str, Arr
 def sums_of(manifest: CacheManifest, tensors: Arrays, fields: Arrays) -> dict[str, Array]:
     """What `index.Shard` says of rows in numbers, at T = 1 over their valid tokens: float64 [R] each.
 
-    `tensors` are the `encoded` ones. The entropy of candidates counts the tail as one more, a lower bound of it.
+    `tensors` are the `encoded` ones. The entropy of candidates without draws counts the tail as
+    one more, a lower bound of it.
     """
     is_token_RT = np.arange(manifest.seq_len) < fields["lengths"][:, None]
     tail_RT = kl_RT = np.zeros(is_token_RT.shape)
@@ -148,8 +148,11 @@ def sums_of(manifest: CacheManifest, tensors: Arrays, fields: Arrays) -> dict[st
             if manifest.logprob_bits in GRID_BITS:
                 levels, bits = decoded_levels(manifest, tensors), manifest.logprob_bits
                 kl_RT = expected_kl(levels, tensors["largest_gap"], bits, logp_RTK)
-        entropy_RT = -(np.exp(logp_RTK) * logp_RTK).sum(-1, dtype=np.float64)
-        entropy_RT -= np.where(tail_RT > 0, tail_RT * np.log(np.maximum(tail_RT, np.finfo(np.float64).tiny)), 0.0)
+        entropy_RT = -(np.exp(logp_RTK) * np.maximum(logp_RTK, -1e4)).sum(-1, dtype=np.float64)  # 0 * -inf is none
+        if manifest.tail_draws:
+            entropy_RT += fields["tail_entropy"][..., 0]
+        else:
+            entropy_RT -= np.where(tail_RT > 0, tail_RT * np.log(np.maximum(tail_RT, np.finfo(np.float64).tiny)), 0.0)
     each = {"kept_mass": 1.0 - tail_RT, "entropy": entropy_RT, "grid_kl": kl_RT}
     return {name: np.where(is_token_RT, x_RT, 0.0).sum(-1) for name, x_RT in each.items()}
 

@@ -34,9 +34,9 @@ from qat_lora.cache.manifest import (
     sealed,
     shard_name,
 )
+from qat_lora.cache.remote import Place, RemotePath, file_sizes, location
 from qat_lora.errors import CacheError, CacheMismatch
-from qat_lora.files import file_sizes
-from qat_lora.remote import Location, RemotePath, location
+from qat_lora.files import Location
 
 INDEX_NAME, INDEX_SCHEMA = "index.json", "qat_lora.kd_index/1"
 HEADER_KEY = "shard"
@@ -147,7 +147,7 @@ class CacheIndex:
         shards = [asdict(shard) for shard in self.shards]
         return sealed({"schema": INDEX_SCHEMA, "cache": self.manifest.digest, "shards": shards})
 
-    def check_complete(self, directory: Location) -> None:
+    def check_complete(self, directory: Place) -> None:
         """Raise CacheError where a shard is missing."""
         if self.complete:
             return
@@ -190,7 +190,7 @@ def load_cache(directory: Location | str) -> CacheIndex:
     return CacheIndex(manifest, shards)
 
 
-def scan(directory: Location, manifest: CacheManifest, known: Mapping[str, Shard] | None = None) -> list[Shard]:
+def scan(directory: Place, manifest: CacheManifest, known: Mapping[str, Shard] | None = None) -> list[Shard]:
     """Return the sound shards of a folder by their headers, in order; `known` are those that need not be read again.
 
     What is no sound file is left out, since a build writes it anew; CacheMismatch at a shard of another cache.
@@ -216,7 +216,7 @@ def scan(directory: Location, manifest: CacheManifest, known: Mapping[str, Shard
     return sorted((shard for shard in found if shard is not None), key=lambda shard: shard.index)
 
 
-def read_header(path: Location, manifest: CacheManifest, index: int, size: int, digest: str = "") -> Shard:
+def read_header(path: Place, manifest: CacheManifest, index: int, size: int, digest: str = "") -> Shard:
     """Read what the file of shard `index`, of `size` bytes, says of itself; `digest` is the manifest's, if it is known.
 
     CacheError where it is no sound file, CacheMismatch where it is another cache's or another shard.
@@ -241,7 +241,7 @@ def read_header(path: Location, manifest: CacheManifest, index: int, size: int, 
         raise CacheError(f"{str(path)!r} is no sound shard ({error}); {REBUILD}.") from None
 
 
-def check_shard(path: Location, shard: Shard, *, name: Location | None = None) -> None:
+def check_shard(path: Place, shard: Shard, *, name: Place | None = None) -> None:
     """Read every byte of a shard file; CacheError unless it is the one that the index or its header describes.
 
     `name` is what a copy is called in errors.
@@ -337,7 +337,7 @@ def _index_of(name: str) -> int:
     return int(match[1]) if match else -1
 
 
-def _header_bytes(path: Location, size: int) -> bytes:
+def _header_bytes(path: Place, size: int) -> bytes:
     """The header of a safetensors file, with the 8 bytes of its length; ValueError where it is none."""
 
     def read(start: int, stop: int) -> bytes:
@@ -371,7 +371,7 @@ def _check_tensors(manifest: CacheManifest, shard: Shard, tree: Mapping[str, Any
         raise ValueError(f"{data_bytes} bytes of data instead of {end_of_all}")
 
 
-def _chunks(path: Location) -> Iterable[bytes]:
+def _chunks(path: Place) -> Iterable[bytes]:
     if isinstance(path, RemotePath):
         yield from path.chunks()
         return

@@ -19,10 +19,11 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
+from qat_lora.cache.remote import Place, location
 from qat_lora.config import Packing, Store
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
+from qat_lora.files import Location
 from qat_lora.kd.targets import TargetSpec
-from qat_lora.remote import Location, location
 
 SCHEMA = "qat_lora.kd_cache/4"
 MANIFEST_NAME = "manifest.json"
@@ -30,7 +31,14 @@ SHARD_BYTES = 64 * 2**20  # small enough to hold twice while writing, large enou
 MOST_SHARD_ROWS = 2**16  # a shard's header names every row
 GRID_BITS = (4, 5, 6, 7, 8)  # of a log-probability; more are a float's own
 _NO_IDENTITY = ("teacher", "source", "tokenizer_size")  # names, and what follows from the tokenizer's digest
-_MOST = {"vocab_size": 2**31, "seq_len": 2**24, "rows": 2**40, "samples": 2**16, "rows_per_shard": MOST_SHARD_ROWS}
+_MOST = {
+    "vocab_size": 2**31,
+    "seq_len": 2**24,
+    "rows": 2**40,
+    "samples": 2**16,
+    "tail_draws": 2**16,
+    "rows_per_shard": MOST_SHARD_ROWS,
+}
 
 Normalizer = Literal["exact", "estimated", "candidates"]
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -41,9 +49,8 @@ Specs: TypeAlias = dict[str, tuple[tuple[int, ...], "np.dtype[Any]"]]
 _OF_STORE = {
     "top_k": ("topk", 0),
     "logprob_bits": ("topk", 0),
+    "tail_draws": ("topk", 0),
     "samples": ("sampled", 0),
-    "proposal_temperature": ("sampled", 1.0),
-    "sampling_seed": ("sampled", 0),
 }
 
 
@@ -87,6 +94,7 @@ class CacheManifest:
         temperatures: that the cache serves; 1.0 always comes first.
         top_k: K, candidates per token; 0 where none are stored.
         logprob_bits: of a candidate's log-probability: 4 to 8 on a grid (see `gaps`), 16 or 32 as a float.
+        tail_draws: draws per token from what is no candidate, beside candidates; 0 where none are stored.
         samples: N, draws per token; 0 where none are stored.
         proposal_temperature: at which tokens are drawn.
         sampling_seed: of the draws.
@@ -111,6 +119,7 @@ class CacheManifest:
     temperatures: tuple[float, ...] = (1.0,)
     top_k: int = 0
     logprob_bits: int = 5
+    tail_draws: int = 0
     samples: int = 0
     proposal_temperature: float = 1.0
     sampling_seed: int = 0
@@ -129,6 +138,9 @@ class CacheManifest:
         for name, (store, default) in _OF_STORE.items():
             if self.store != store:
                 object.__setattr__(self, name, default)
+        if not self.draws:
+            object.__setattr__(self, "proposal_temperature", 1.0)
+            object.__setattr__(self, "sampling_seed", 0)
         size = {"topk": ("top_k",), "sampled": ("samples",), "full": ()}[self.store]
         for name in ("vocab_size", "seq_len", "rows", *size):
             value = getattr(self, name)
@@ -141,6 +153,11 @@ class CacheManifest:
             raise ConfigError(
                 f"top_k={self.top_k} exceeds the vocabulary of {self.vocab_size} tokens of teacher "
                 f"{self.teacher!r}; set top_k to at most {self.vocab_size}."
+            )
+        if self.tail_draws and self.top_k == self.vocab_size:
+            raise ConfigError(
+                f"tail_draws={self.tail_draws} needs tokens that are no candidates, but top_k={self.top_k} is the "
+                "whole vocabulary; set tail_draws to 0 or choose a smaller top_k."
             )
         if self.packing not in get_args(Packing):
             raise ConfigError(f"packing={self.packing!r} is unknown; choose one of {', '.join(get_args(Packing))}.")
@@ -172,7 +189,7 @@ class CacheManifest:
     def bytes_per_row(self) -> int:
         """Bytes that one row takes on disk; of what varies from row to row, most that it may take."""
         fixed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors(1).values())
-        return fixed + self.seq_len * self.samples * (self.id_bits + 8 * len(self.weighed)) // 8
+        return fixed + self.seq_len * self.draws * (self.id_bits + 8 * len(self.weighed)) // 8
 
     @property
     def shard_count(self) -> int:
@@ -205,24 +222,33 @@ class CacheManifest:
     @property
     def contents(self) -> str:
         """What is stored of a distribution, in two words."""
-        return {"topk": f"top {self.top_k}", "sampled": f"{self.samples} draws", "full": "all logits"}[self.store]
+        beside = f" and {self.tail_draws} draws of the tail" if self.tail_draws else ""
+        found = {"topk": f"top {self.top_k}{beside}", "sampled": f"{self.samples} draws", "full": "all logits"}
+        return found[self.store]
 
     @property
     def target_spec(self) -> TargetSpec:
         """What the losses have to know of the rows."""
-        return TargetSpec(self.store, self.vocab_size, self.temperatures, self.top_k, self.samples, self.weighed)
+        return TargetSpec(
+            self.store, self.vocab_size, self.temperatures, self.top_k, self.samples, self.weighed, self.tail_draws
+        )
+
+    @property
+    def draws(self) -> int:
+        """Draws per token, from the whole vocabulary or from the tail; 0 where none are stored."""
+        return self.samples or self.tail_draws
 
     @property
     def weighed(self) -> tuple[int, ...]:
         """Which of the temperatures the draws serve by weights: those that are not the proposal's."""
-        if self.store != "sampled":
+        if not self.draws:
             return ()
         return tuple(i for i, t in enumerate(self.temperatures) if t != self.proposal_temperature)
 
     @property
     def streams(self) -> tuple[str, ...]:
         """Tensors uint8 [bytes of all rows] of a shard; the ends of its rows are int64 [R] under `ends_name`."""
-        return () if self.store != "sampled" else ("draw_ids", "draw_ratios") if self.weighed else ("draw_ids",)
+        return () if not self.draws else ("draw_ids", "draw_ratios") if self.weighed else ("draw_ids",)
 
     def tensors(self, rows: int) -> Specs:
         """Name -> (shape, dtype) of the tensors of a shard of so many rows, but for its `streams`: encoded fields."""
@@ -236,8 +262,8 @@ class CacheManifest:
             if self.logprob_bits in GRID_BITS:
                 found["topk_logprobs"] = _packed(rows, t * (k - 1) * self.logprob_bits)
                 found["largest_gap"] = ((rows, t), np.dtype(np.float16))
-        if self.store == "sampled":
-            found["draw_runs"] = _packed(rows, t * self.samples)
+        if self.draws:
+            found["draw_runs"] = _packed(rows, t * self.draws)
             found |= {ends_name(name): ((rows,), np.dtype(np.int64)) for name in self.streams}
         return {name: spec for name, spec in found.items() if name not in self.streams}
 
@@ -260,13 +286,13 @@ class CacheManifest:
         if self.store == "topk":
             found["topk_ids"] = ((rows, t, self.top_k), np.dtype(np.int64))
             found["topk_logprobs"] = ((rows, t, self.top_k), np.dtype("f2" if self.logprob_bits == 16 else "f4"))
-            found["lse"] = found["tail"] = ((rows, t, n), np.dtype(np.float32))
-        elif self.store == "sampled":
-            found["draw_ids"] = ((rows, t, self.samples), np.dtype(np.int64))
+            found["tail"] = ((rows, t, n), np.dtype(np.float32))
+        if self.draws:
+            found["draw_ids"] = ((rows, t, self.draws), np.dtype(np.int64))
             if self.weighed:
-                found["draw_ratios"] = ((rows, t, self.samples, len(self.weighed)), np.dtype(np.uint8))
-            found["entropy"] = ((rows, t, n), np.dtype(np.float16))
-        else:
+                found["draw_ratios"] = ((rows, t, self.draws, len(self.weighed)), np.dtype(np.uint8))
+            found["entropy" if self.store == "sampled" else "tail_entropy"] = ((rows, t, n), np.dtype(np.float16))
+        if self.store == "full":
             found["logits"] = ((rows, t, self.vocab_size), np.dtype(np.float32))
         return found
 
@@ -275,7 +301,7 @@ class CacheManifest:
         return {**dataclasses.asdict(self), "temperatures": list(self.temperatures)}
 
     @classmethod
-    def read(cls, path: Location) -> CacheManifest:
+    def read(cls, path: Place) -> CacheManifest:
         """Read the file; CacheError where it cannot be read or understood, FileNotFoundError where there is none."""
         data = read_sealed(path, SCHEMA)
         try:
@@ -312,7 +338,7 @@ def sealed(tree: Mapping[str, Any]) -> bytes:
     return content(hashlib.sha256(content("")).hexdigest())
 
 
-def read_sealed(path: Location, schema: str) -> dict[str, Any]:
+def read_sealed(path: Place, schema: str) -> dict[str, Any]:
     """Read what `sealed` made; CacheError where it is not that, FileNotFoundError where there is no file."""
     try:
         content = path.read_bytes()

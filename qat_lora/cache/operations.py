@@ -149,6 +149,11 @@ def narrower(
             f"{str(folder)!r} has store={was.store!r}, of which top_k, temperatures and logprob_bits cannot be "
             "changed; leave these out, or build a cache with them."
         )
+    if was.tail_draws and top_k not in (0, was.top_k):
+        raise ConfigError(
+            f"{str(folder)!r} has {was.tail_draws} draws from all but its {was.top_k} candidates, which say nothing of "
+            f"candidates left out, but top_k={top_k}; leave --top-k out, or build a cache with --top-k {top_k}."
+        )
     if top_k > was.top_k:
         raise ConfigError(
             f"{str(folder)!r} stores {was.top_k} candidates, but top_k={top_k}; set --top-k to at most {was.top_k}."
@@ -185,7 +190,7 @@ class Narrowed:
         if self._was.store != "topk":
             return fields
         places = [self._was.temperatures.index(t) for t in self._wanted.temperatures]
-        lse_RTn, tail_RTn = fields["lse"], fields["tail"]
+        tail_RTn = fields["tail"]
         if k < self._was.top_k:
             tail_RTn = tail_RTn + self._dropped(fields, k)
         if self._wanted.logprob_bits != self._was.logprob_bits:
@@ -193,13 +198,22 @@ class Narrowed:
         elif "levels" in fields:
             fields["levels"] = fields["levels"][..., : k - 1]
         dtype = self._wanted.fields(1)["topk_logprobs"][1]
+        if self._was.tail_draws:
+            fields = fields | self._draws(fields, places)
         return {
             **fields,
             "topk_ids": fields["topk_ids"][..., :k],
             "topk_logprobs": fields["topk_logprobs"][..., :k].astype(dtype),
-            "lse": lse_RTn[..., places],
             "tail": tail_RTn[..., places],
         }
+
+    def _draws(self, fields: dict[str, Array], places: list[int]) -> dict[str, Array]:
+        """What draws from the tail have of each temperature, of those that are wanted."""
+        found = {"tail_entropy": fields["tail_entropy"][..., places]}
+        if self._was.weighed:
+            columns = [self._was.weighed.index(places[i]) for i in self._wanted.weighed]
+            found["draw_ratios"] = fields.pop("draw_ratios")[..., columns]
+        return {name: x for name, x in found.items() if x.size}
 
     def keys(self) -> Array:
         """Return the source's."""

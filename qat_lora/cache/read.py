@@ -21,15 +21,16 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from qat_lora.cache.codec import AS_STORED, decoded
+from qat_lora.cache.copies import DiskCache
 from qat_lora.cache.documents import document_positions
-from qat_lora.cache.fetch import DiskCache
 from qat_lora.cache.index import fractions, load_cache
 from qat_lora.cache.manifest import Array, Arrays
+from qat_lora.cache.remote import RemotePath, location
 from qat_lora.cache.shards import ShardReader, fits_in_memory
 from qat_lora.cache.vocabulary import differ_in_padding, without_ids_from
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
+from qat_lora.files import Location
 from qat_lora.kd.targets import check_top_k
-from qat_lora.remote import Location, RemotePath, location
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class KDCacheDataset(Dataset[Batch]):
         """Return one row of the split.
 
         int64: ``input_ids`` [T], ``length`` []. By store, topk: int64 ``topk_ids`` [T, K], float32 ``topk_logprobs``
-        [T, K], ``lse`` [T, n], ``tail`` [T, n]. sampled: int64 ``draw_ids`` [T, N], float32 ``entropy`` [T, n], and
+        [T, K], ``tail`` [T, n]. sampled: int64 ``draw_ids`` [T, N], float32 ``entropy`` [T, n], and
         where there are ratios (see `draws`) int64 ``draw_ratios`` [T, N, m]. full: float32 ``logits`` [T, V].
         With packing ``documents`` also int64 ``position_ids`` [T], which begin anew with each document.
         """

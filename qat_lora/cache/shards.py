@@ -22,12 +22,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
 from qat_lora.cache.codec import batch_of, rows_of
-from qat_lora.cache.fetch import DiskCache, ShardFetcher
+from qat_lora.cache.copies import DiskCache, ShardFetcher
 from qat_lora.cache.index import REBUILD, CacheIndex, check_shard, read_header
 from qat_lora.cache.manifest import Array
+from qat_lora.cache.remote import Place, RemotePath, file_sizes
 from qat_lora.errors import CacheError
-from qat_lora.files import file_sizes
-from qat_lora.remote import Location, RemotePath
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class ShardReader:
     """
 
     def __init__(
-        self, directory: Location, index: CacheIndex, *, disk: DiskCache | None = None, preload: bool = False
+        self, directory: Place, index: CacheIndex, *, disk: DiskCache | None = None, preload: bool = False
     ) -> None:
         """Check every file's size against the index; with `preload`, read and check all of them."""
         self.directory, self.index, self._loaded = directory, index, dict[int, dict[str, Array]]()
@@ -149,7 +148,7 @@ def _ranks_here(world_size: int) -> int:
     return min(int(said), world_size) if said.isdigit() and int(said) else world_size
 
 
-def _check_sizes(directory: Location, index: CacheIndex) -> None:
+def _check_sizes(directory: Place, index: CacheIndex) -> None:
     sizes = file_sizes(directory)
     for shard in index.shards:
         path, size = directory / shard.file, sizes.get(shard.file)

@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 
 from qat_lora.cache.codec import AS_STORED, encoded, joined, sums_of
-from qat_lora.cache.fetch import DiskCache
+from qat_lora.cache.copies import DiskCache
 from qat_lora.cache.index import INDEX_NAME, CacheIndex, Shard, check_shard, load_cache, scan, shard_file
 from qat_lora.cache.manifest import MANIFEST_NAME, WHOLE, Array, Arrays, CacheManifest, Part, sealed, shard_name
+from qat_lora.cache.remote import Place, RemotePath, check_writable, file_sizes, location, write_whole
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError, DiskFull, OutputError
-from qat_lora.files import check_writable, file_sizes, sync_folder, unwritable, write_atomically
-from qat_lora.remote import Location, RemotePath, location
+from qat_lora.files import Location, sync_folder, unwritable
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class CacheWriter:
             )
         path = self.directory / INDEX_NAME
         if index.complete and (not path.exists() or path.read_bytes() != index.content()):
-            write_atomically(path, lambda stream: stream.write(index.content()))
+            write_whole(path, index.content())
         if index.complete and isinstance(self.directory, RemotePath):
             for left in self.directory.glob(".*.tmp"):  # of killed builders: nobody needs what is not there yet
                 left.unlink(missing_ok=True)
@@ -231,7 +231,7 @@ def write_first(path: Path, content: bytes, *, replace: bool = False) -> bool:
         raise unwritable(path, error) from None
 
 
-def _remove_abandoned(directory: Location) -> None:
+def _remove_abandoned(directory: Place) -> None:
     """Remove what killed processes were just writing; those that live keep theirs. A URL has none of ours."""
     if isinstance(directory, RemotePath):
         return

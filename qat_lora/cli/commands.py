@@ -22,12 +22,12 @@ from qat_lora.cache import (
     source_digest,
     token_arrays,
 )
+from qat_lora.cache.remote import check_writable, location
 from qat_lora.cli.progress import BarHook, bar
 from qat_lora.config import QatRun, RecoveryRun
 from qat_lora.config.cache import CacheRun
 from qat_lora.data import TokenRows, check_source, fetch_source, read_rows, source_words
 from qat_lora.errors import CacheMismatch, ConfigError, ModelError
-from qat_lora.files import check_writable
 from qat_lora.models.placement import Placement, memory_bytes, places_of
 from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.train.run import Launch, RunResult, run_qat, run_recovery
@@ -43,7 +43,7 @@ def cache(run: CacheRun) -> CacheIndex:
     folder = run.output if isinstance(run.output, Path) else None  # compiled programs stay on this machine
     runtime = runtime_for(run.place, folder=folder, many=True)
     if runtime.rank == 0:  # another rank's would see, and remove, a folder that is made at this moment
-        check_writable(run.output)
+        check_writable(location(run.output))
     placement = _placement(run, runtime)
     with runtime.first("model_download"):
         loaded = models.load(run.teacher, placement=placement)
@@ -159,6 +159,7 @@ def _manifest(run: CacheRun, identity: models.Identity, rows: TokenRows, compute
         temperatures=run.temperatures,
         top_k=run.top_k,
         logprob_bits=run.logprob_bits,
+        tail_draws=run.tail_draws,
         samples=run.samples,
         proposal_temperature=run.proposal_temperature,
         sampling_seed=run.sampling_seed,

@@ -26,8 +26,7 @@ from qat_lora.evaluate import (
     text_windows,
 )
 from qat_lora.export import ADAPTER_FOLDER, BASE_FOLDER
-from qat_lora.files import check_writable
-from qat_lora.remote import is_remote
+from qat_lora.files import check_writable, is_remote
 from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.settings import from_json
 from qat_lora.train.checkpoint import load_checkpoint

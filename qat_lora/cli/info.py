@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from qat_lora.cache import CacheSummary
-from qat_lora.remote import Location
+from qat_lora.files import Location
 
 _NORMALIZERS = {
     "estimated": "log-sum-exp and tail are estimates from uniform samples: see source",

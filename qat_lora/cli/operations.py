@@ -10,7 +10,7 @@ from typing import Any
 from qat_lora.cli.flags import Parser, add_flags, run_from
 from qat_lora.config.cache import ConvertRun, MergeRun, SplitRun
 from qat_lora.errors import ConfigError
-from qat_lora.remote import is_remote, location
+from qat_lora.files import is_remote, location
 
 _Act = Callable[[argparse.Namespace], None]
 
@@ -126,7 +126,7 @@ def _convert(args: argparse.Namespace) -> None:
 def _teacher(run: ConvertRun, folder: Path) -> dict[str, Any]:
     """What the older layout does not say of the teacher, from the model itself."""
     from qat_lora import models
-    from qat_lora.cache.older import read_meta
+    from qat_lora.cache.legacy import read_meta
 
     if not run.teacher:
         named = read_meta(folder).get("teacher_model")

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from qat_lora.config import Packing, PlaceConfig, Store
 from qat_lora.config.source import SourceConfig
 from qat_lora.errors import ConfigError
-from qat_lora.remote import Location
+from qat_lora.files import Location
 from qat_lora.settings import check_choices, check_range, setting
 
 DeviceMap = Literal["none", "auto"]
@@ -19,7 +19,7 @@ QuantizeTeacher = Literal["none", "8bit", "4bit"]
 LOGPROB_BITS = (4, 5, 6, 7, 8, 16, 32)
 MOST_SAMPLES = 1024  # of which 256 positions at once take half a gigabyte
 _OF_STORE = {
-    "topk": ("top_k", "logprob_bits"), "sampled": ("samples", "proposal_temperature", "sampling_seed"), "full": ()
+    "topk": ("top_k", "logprob_bits", "tail_draws"), "sampled": ("samples",), "full": ()
 }  # fmt: skip
 StoredTail = Literal["estimated", "none"]
 
@@ -51,6 +51,7 @@ class CacheRun:
     store: Store = setting("topk", "top-k and the mass of the rest; unbiased draws; or all logits, for tests")
     top_k: int = setting(64, "teacher candidates per position, with --store topk")
     logprob_bits: int = setting(5, "of a candidate's log-probability: 4 to 8 on a grid, 16 or 32 as a float")
+    tail_draws: int = setting(0, "draws per position from what is no candidate, with --store topk")
     samples: int = setting(50, "draws per position, with --store sampled; about a fourth to a half are distinct")
     proposal_temperature: float = setting(1.0, "at which tokens are drawn; other than 1 takes weights, 0.8 to 1.2 help")
     sampling_seed: int = setting(0, "of the draws")
@@ -73,7 +74,9 @@ class CacheRun:
         check_range(self, "max_rows", at_least=0)
         check_range(self, "eval_fraction", at_least=0.0, below=1.0)
         check_range(self, "proposal_temperature", above=0.0)
-        check_range(self, "samples", at_most=MOST_SAMPLES)
+        check_range(self, "tail_draws", at_least=0)
+        for name in ("samples", "tail_draws"):
+            check_range(self, name, at_most=MOST_SAMPLES)
         check_range(self, "sampling_seed", at_least=0, below=2**63)
         if self.logprob_bits not in LOGPROB_BITS:
             raise ConfigError(
@@ -101,6 +104,13 @@ class CacheRun:
                         f"{name}={value} is of --store {store}, but store={self.store!r}; leave out "
                         f"--{name.replace('_', '-')} or give --store {store}."
                     )
+
+        for name in () if self.store == "sampled" or self.tail_draws else ("proposal_temperature", "sampling_seed"):
+            if (value := getattr(self, name)) != getattr(CacheRun, name):
+                raise ConfigError(
+                    f"{name}={value} is of draws, but there are none; leave out --{name.replace('_', '-')} or give "
+                    "--store sampled or --tail-draws."
+                )
 
     @property
     def part_of(self) -> tuple[int, int]:

@@ -1,12 +1,9 @@
 """Distillation losses on logits.
 
-Owns the formulas: full-teacher soft cross-entropy, KL against sparse teacher targets with a tail bucket, KL against
-draws from the teacher, hard top-1 and next-token cross-entropy. It knows nothing of models, caches, heads (`head`), or
-of how losses are weighted and averaged.
+Owns the formulas, and knows nothing of caches, of the head (`head`), or of how losses are weighted and averaged.
 
-Every loss is a `LossSum`: a float32 sum and a float32 count. One place (the training step) divides, so
-micro-batches, ranks and padding cannot change a gradient. No loss reads a tensor on the host, and no shape
-depends on data: one XLA graph.
+Every loss is a `LossSum`: a float32 sum and a float32 count. One place (the training step) divides, so micro-batches,
+ranks and padding cannot change a gradient. No loss reads a tensor on the host, and no shape depends on data.
 
 Legend: B batch, T position, V vocabulary, K candidates, N draws, S flattened token rows (B*T).
 """
@@ -46,12 +43,11 @@ class SparseTarget(NamedTuple):
 
 
 class SampledTarget(NamedTuple):
-    """The teacher as N draws per token row, at one temperature.
+    """The teacher as N tokens with weights per token row, at one temperature: draws, or candidates and draws.
 
     Attributes:
         ids_SN: int64, in any order, equal ones included.
-        weights_SN: float32, whose mean over draws is that of the tokens' probabilities: 1 / N each where the draws are
-            from the teacher itself. They need not sum to 1.
+        weights_SN: float32; the mean over draws of a token's sum of weights is its probability. They need not sum to 1.
         entropy_S: float32, the teacher's, in nats.
     """
 
@@ -98,12 +94,12 @@ def sparse_kl(
 ) -> LossSum:
     """Sum over counted rows of T^2 * KL(teacher || student) from K candidates per row.
 
-    ``full``: q is normalised over the whole vocabulary, and what the teacher gave to other tokens,
-    t = 1 - sum_k p_k, is one bucket: ``sum_k p_k (log p_k - log q_k) + t (log t - log q_tail)``. It is a lower
-    bound of the KL over the vocabulary, and equals it where K = V.
+    ``full``: q is normalised over the whole vocabulary, and what the teacher gave to other tokens, t = 1 - sum_k p_k,
+    is one bucket: ``sum_k p_k (log p_k - log q_k) + t (log t - log q_tail)``. It is a lower bound of the KL over the
+    vocabulary, and equals it where K = V.
 
-    ``candidates``: p and q are both renormalised over the K candidates. Cheaper, and biased: the student is told
-    nothing about the mass that it gives to all other tokens.
+    ``candidates``: p and q are both renormalised over the K candidates. Biased: the student hears nothing of the mass
+    that it gives to all other tokens.
 
     Args:
         student_logits_SV: ``[S, V]``, any float dtype.
@@ -112,8 +108,8 @@ def sparse_kl(
         temperature: T > 0.
         support: see above.
         picked_SK: the logits at the candidates, where they were computed apart (see `chunked_head_loss`). Nothing is
-            then gathered from or scattered into [S, V], which a TPU does badly: the tail's mass is the whole less the
-            candidates', with an error of 1e-7 of the whole, instead of a sum that leaves the candidates out.
+            then gathered or scattered, which a TPU does badly; the tail's mass is the whole less the candidates', with
+            an error of 1e-7 of the whole.
     """
     _same_shape("target.ids_SK", target.ids_SK, "target.logprobs_SK", target.logprobs_SK)
     _same_rows(student_logits_SV, target.ids_SK, mask_S)
@@ -147,13 +143,7 @@ def sampled_kl(
 
     So is its gradient, that of full distillation: T * (sum_n w_n * q - sum_n w_n * e_(v_n)), where weights are left as
     they are; normalised, they would bring a bias back. (arXiv:2503.16870; the weights are importance sampling's.)
-
-    Args:
-        student_logits_SV: ``[S, V]``, any float dtype.
-        target: the teacher's draws, at this temperature.
-        mask_S: ``[S]`` bool, the rows that count.
-        temperature: T > 0.
-        picked_SN: the logits at the draws, where they were computed apart (see `chunked_head_loss`).
+    Arguments as for `sparse_kl`.
     """
     _same_shape("target.ids_SN", target.ids_SN, "target.weights_SN", target.weights_SN)
     _same_rows(student_logits_SV, target.ids_SN, mask_S)

@@ -1,7 +1,6 @@
 """From a batch of the cache to what the losses take: targets at a temperature, labels, and masks.
 
-Owns the algebra between the stored fields and p_T, for each kind of store. Everything here runs on the batch's device
-without a host read.
+Owns the algebra between the stored fields and p_T. Everything runs on the batch's device without a host read.
 
 Legend: B batch, T position, K candidates, N draws, S flattened token rows (B*T).
 """

@@ -155,12 +155,12 @@ def test_a_directory_that_cannot_be_made_or_written_is_one_clear_error(tmp_path)
 def test_a_shard_of_wrong_shape_or_dtype_or_that_is_there_is_refused(tmp_path):
     writer = CacheWriter(tmp_path, manifest_of(blocks_of(7)))
     good = {name: np.zeros(shape, dtype) for name, (shape, dtype) in writer.manifest.fields(3).items()}
-    with pytest.raises(ValueError, match="lse must be float32"):
-        writer.write_shard(0, {**good, "lse": good["lse"].astype(np.float64)})
+    with pytest.raises(ValueError, match="tail must be float32"):
+        writer.write_shard(0, {**good, "tail": good["tail"].astype(np.float64)})
     with pytest.raises(ValueError, match="topk_ids must lie in 0..28, got 0..29"):
         writer.write_shard(0, {**good, "topk_ids": good["topk_ids"] + (np.arange(4) == 3) * 29})
     with pytest.raises(ValueError, match="needs the fields"):
-        writer.write_shard(0, {"lse": good["lse"]})
+        writer.write_shard(0, {"tail": good["tail"]})
     with pytest.raises(ValueError, match="2 rows"):
         writer.write_shard(0, {name: x[:2] for name, x in good.items()})
     assert not list(tmp_path.glob("shard-*"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from qat_lora.cache.bits import pack, unpack
 from qat_lora.cache.codec import decoded, encoded
-from qat_lora.kd.bits import pack, unpack
 from tests.cache.conftest import blocks_of, manifest_of
 
 

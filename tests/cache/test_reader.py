@@ -105,7 +105,6 @@ def test_dtypes_and_shapes_are_what_the_losses_take(cache):
         "length": (torch.int64, (3,)),
         "topk_ids": (torch.int64, (3, 5, 4)),
         "topk_logprobs": (torch.float32, (3, 5, 4)),
-        "lse": (torch.float32, (3, 5, 2)),
         "tail": (torch.float32, (3, 5, 2)),
     }
 
@@ -364,7 +363,7 @@ def test_ids_beyond_the_vocabulary(cache, name, value, preload):
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
-        ({}, "lse"), ({}, "tail"), ({}, "topk_logprobs"), ({"logprob_bits": 5}, "largest_gap"),
+        ({}, "tail"), ({}, "topk_logprobs"), ({"logprob_bits": 5}, "largest_gap"),
         ({"store": "sampled", "samples": 3}, "entropy"), ({"store": "full"}, "logits"),
     ],
 )  # fmt: skip

@@ -26,12 +26,11 @@ from qat_lora.cache import (
     summarise,
     verify,
 )
+from qat_lora.cache.remote import RemotePath, file_sizes
 from qat_lora.cli.main import main
 from qat_lora.errors import CacheError, CacheMismatch, RemoteError
-from qat_lora.files import file_sizes
-from qat_lora.remote import RemotePath
 from tests.cache.conftest import TinyTeacher, blocks_of, build, manifest_of
-from tests.cache.test_fetch import no_fetching_threads, wait_until
+from tests.cache.test_copies import no_fetching_threads, wait_until
 from tests.elsewhere import Elsewhere
 
 URL = "elsewhere://bucket/cache"

@@ -48,8 +48,8 @@ def test_the_numbers_are_those_of_the_files(folder) -> None:
     assert found.index.size_bytes == sum(path.stat().st_size for path in folder.glob("shard-*"))
     assert sum(found.bytes_per_token.values()) == pytest.approx(found.index.size_bytes / tokens)
     assert found.bytes_per_token["overhead"] > 0
-    assert found.bytes_per_token["lse"] == pytest.approx(load_file(folder / "shard-00000.safetensors")["lse"][0].nbytes
-                                                        * ROWS / tokens)  # fmt: skip
+    size = load_file(folder / "shard-00000.safetensors")["tail"][0].nbytes
+    assert found.bytes_per_token["tail"] == pytest.approx(size * ROWS / tokens)
 
 
 def test_the_numbers_of_a_finished_cache_are_in_its_index(folder) -> None:

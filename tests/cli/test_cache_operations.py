@@ -299,7 +299,7 @@ def test_a_disk_that_is_full_where_none_can_be_mounted(build, cache, tmp_path, m
     sync, full = os.fsync, [True]
 
     def no_room(descriptor: int) -> None:
-        if full[0] and (tmp_path / "d" / "shard-00000.safetensors").exists() and os.fstat(descriptor).st_size > 10_000:
+        if full[0] and (tmp_path / "d" / "shard-00000.safetensors").exists() and os.fstat(descriptor).st_size > 6_000:
             raise OSError(28, "No space left on device")
         sync(descriptor)
 

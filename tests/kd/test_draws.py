@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from qat_lora.cache import KDCacheDataset
+from qat_lora.cache.bits import run_ends
 from qat_lora.cache.codec import decoded, encoded
+from qat_lora.cache.reduce import drawn_rows
 from qat_lora.errors import CacheError, ModelError
 from qat_lora.kd import (
     SampledTarget,
@@ -18,7 +20,7 @@ from qat_lora.kd import (
     sparse_kl,
     targets,
 )
-from qat_lora.kd.draws import draw, drawn_rows, ratio_of, run_ends, uniforms
+from qat_lora.kd.draws import draw, ratio_of, uniforms
 from tests.cache.conftest import TinyTeacher, blocks_of, build, manifest_of
 
 VOCAB = 1100  # three blocks, the last one short
@@ -133,6 +135,10 @@ def test_the_rounding_of_ratios_has_no_bias() -> None:
     assert (ratios.mean(0) - exact_SN).abs().max() / exact_SN.max() < 0.005
     assert ratios.std(0).max() > 0, "it is rounded at all"
     assert ((ratios / exact_SN).log2().abs() < 1 / 8 + 1e-5).all(), "to one of its two neighbours"
+    for codes_nN in torch.stack([each["draw_ratios"][..., 0] for each in found]).unbind(1):
+        varied_nN = codes_nN[:, codes_nN.float().std(0) > 0.1].numpy()
+        correlation = np.corrcoef(varied_nN, rowvar=False) - np.eye(varied_nN.shape[1])
+        assert varied_nN.shape[1] > 1 and np.abs(correlation).max() < 0.1, "each draw by a number of its own"
     codes = torch.arange(256)
     assert ratio_of(codes)[0] == 0 and ratio_of(codes)[128] == 1 and (ratio_of(codes).diff() > 0).all()
 
@@ -295,9 +301,17 @@ def test_a_damaged_row_is_an_error_that_names_the_cache(tmp_path, name, preload)
         next(KDCacheDataset(tmp_path, preload=preload).batches(3))
 
 
-@pytest.mark.parametrize("store", [{"store": "sampled", "samples": 4}, {"store": "full"}, {}])
-def test_a_teacher_that_computes_no_numbers_is_refused(tmp_path, store) -> None:
+@pytest.mark.parametrize("store", [{"store": "sampled", "samples": 4}, {"store": "full"}, {}, {"tail_draws": 3}])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_teacher_that_computes_no_numbers_is_refused(tmp_path, store, value) -> None:
     teacher = TinyTeacher()
-    teacher.head.weight_VH[3] = torch.nan
+    teacher.head = lambda hidden_SH: torch.zeros(len(hidden_SH), 29).index_fill(1, torch.tensor([3]), value)
     with pytest.raises(ModelError, match="logits are NaN or infinite at row 0, position 0"):
         build(tmp_path, teacher=teacher, **store)
+
+
+def test_a_teacher_that_forbids_a_token_is_not(tmp_path) -> None:
+    teacher = TinyTeacher()
+    teacher.head = lambda hidden_SH: torch.zeros(len(hidden_SH), 29).index_fill(1, torch.tensor([3]), -torch.inf)
+    for name, store in enumerate(({"store": "sampled", "samples": 4}, {"store": "full"}, {}, {"top_k": 29})):
+        build(tmp_path / str(name), teacher=teacher, **store)

@@ -6,11 +6,16 @@ import numpy as np
 import pytest
 import torch
 
+from qat_lora.cache import KDCacheDataset, topk_rows
+from qat_lora.cache.reduce import with_tail_draws
 from qat_lora.config import KDConfig
+from qat_lora.config.cache import CacheRun
 from qat_lora.errors import CacheMismatch, ConfigError
-from qat_lora.kd import Head, TargetSpec, chunked_head_loss, distillation, targets
-from qat_lora.kd.draws import ratio_of
+from qat_lora.kd import SparseTarget, TargetSpec, chunked_head_loss, distillation, soft_ce, sparse_kl, targets
+from qat_lora.kd.draws import ratio_of, uniforms
+from qat_lora.models import Head
 from qat_lora.train.objective import check_serves
+from tests.cache.conftest import TinyTeacher, blocks_of, build, manifest_of
 from tests.reference import kd as reference
 
 B, T, V, K, N = 2, 3, 11, 3, 4
@@ -44,7 +49,6 @@ def batch_of() -> dict[str, torch.Tensor]:
     fields = {
         "topk_ids": ids_SK,
         "topk_logprobs": np.log(np.take_along_axis(p_SV, ids_SK, axis=1)),
-        "lse": np.stack([np.zeros(B * T), np.log((p_SV**0.5).sum(1))], axis=1),
         "tail": np.stack([p.sum(1) for p in of_tail], axis=1),
         "tail_entropy": np.stack([-(p * np.log(p)).sum(1) for p in of_tail], axis=1),
         "draw_ids": draws_SN,
@@ -115,3 +119,87 @@ def test_support_candidates_is_refused_and_the_hard_term_is_not() -> None:
     check_serves(spec_of(), KDConfig(hard_weight=0.5), has_answers=False)
     with pytest.raises(ConfigError, match="support='candidates' leaves out the tail, .* tail_draws=4"):
         check_serves(spec_of(), KDConfig(support="candidates"), has_answers=False)
+
+
+def fields_of(z_SV: torch.Tensor, chance_S: torch.Tensor, proposal: float, temperatures) -> dict[str, torch.Tensor]:
+    found = with_tail_draws(topk_rows(z_SV, K, temperatures), z_SV, chance_S, N, proposal, temperatures)
+    return {name: x[None] for name, x in found.items()}
+
+
+@pytest.mark.parametrize(("proposal", "temperature"), [(1.0, 1.0), (0.8, 1.0), (1.0, 2.0)])
+def test_the_mean_gradient_and_loss_are_those_of_full_distillation_and_a_buckets_are_not(proposal, temperature) -> None:
+    """Over 4,000 seeds, each entry of the gradient lies within its standard error; so does the loss."""
+    rows, vocab_size, seeds, temperatures = 3, 24, 4000, tuple(dict.fromkeys((1.0, temperature)))
+    source = torch.Generator().manual_seed(2)
+    z_SV, u_SV = (torch.randn(rows, vocab_size, generator=source) for _ in range(2))
+    weighed = tuple(i for i, t in enumerate(temperatures) if t != proposal)
+    chance = torch.from_numpy(uniforms(5, range(seeds), rows, 1 + N * len(weighed))).flatten(0, 1)
+    batch = fields_of(z_SV.repeat(seeds, 1), chance, proposal, temperatures)
+    spec = spec_of(vocab_size=vocab_size, temperatures=temperatures, weighed=weighed)
+    leaf = u_SV.repeat(seeds, 1).requires_grad_()
+    target = targets(batch, temperature, spec)
+    assert not (batch["topk_ids"][0, :, :, None] == batch["draw_ids"][0, :, None, :]).any(), "no draw is a candidate"
+    each_S = [distillation(leaf[i::rows], type(target)(*(x[i::rows] for x in target)), torch.ones(seeds).bool(),
+                           temperature=temperature).total for i in range(rows)]  # fmt: skip
+    grads = torch.autograd.grad(sum(each_S), leaf)[0].unflatten(0, (seeds, rows)).double()
+
+    full = u_SV.clone().requires_grad_()
+    mask_S = torch.ones(rows, dtype=torch.bool)
+    wanted = soft_ce(full, z_SV, temperature).total
+    (wanted_SV,) = torch.autograd.grad(wanted, full)
+    error_SV = grads.std(0) / seeds**0.5
+    off_SV = (grads.mean(0) - wanted_SV).abs() / (error_SV + 1e-6)
+    assert off_SV.max() < 4.3 and (off_SV**2).mean() < 1.6  # 72 entries
+    entropy = soft_ce(z_SV, z_SV, temperature).total
+    assert (sum(each_S).item() / seeds) == pytest.approx((wanted - entropy).item(), rel=0.01)
+
+    bucket = u_SV.clone().requires_grad_()
+    logp = torch.log_softmax(z_SV / temperature, dim=-1).topk(K, dim=-1)
+    loss = sparse_kl(bucket, SparseTarget(logp.indices, logp.values), mask_S, temperature=temperature).total
+    (biased_SV,) = torch.autograd.grad(loss, bucket)
+    assert ((biased_SV - wanted_SV).abs() / (error_SV + 1e-6)).max() > 20
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_a_tail_that_the_teacher_forbids_gives_finite_fields_that_weigh_nothing(temperature) -> None:
+    z_SV = torch.randn(2, V, generator=torch.Generator().manual_seed(0))
+    z_SV[0, K:] = -torch.inf
+    batch = fields_of(z_SV, torch.rand(2, 1 + N), 1.0, (1.0, 2.0))
+    target = targets(batch, temperature, spec_of())
+    assert all(x.isfinite().all() for x in target) and target.weights_SN[0, K:].abs().max() < 1e-6
+    assert (batch["draw_ids"][0, 0] >= K).all() and (target.weights_SN[1, K:] > 0).all()
+
+
+def test_the_tails_entropy_is_its_share_of_the_whole() -> None:
+    z_SV = torch.randn(5, V, generator=torch.Generator().manual_seed(0)) * 2
+    batch = fields_of(z_SV, torch.rand(5, 1 + N), 1.0, (1.0, 2.0))
+    for i, temperature in enumerate((1.0, 2.0)):
+        p_SV = (z_SV.double() / temperature).softmax(-1)
+        terms_SV = -(p_SV * p_SV.log()).scatter(-1, batch["topk_ids"][0], 0.0)
+        torch.testing.assert_close(batch["tail_entropy"][0, :, i].double(), terms_SV.sum(-1), rtol=1e-4, atol=1e-6)
+
+
+def test_a_cache_gives_back_candidates_and_draws(tmp_path) -> None:
+    build(tmp_path, store="topk", top_k=K, tail_draws=N, proposal_temperature=0.9, temperatures=(1.0, 2.0))
+    dataset = KDCacheDataset(tmp_path)
+    assert dataset.manifest.target_spec == spec_of(vocab_size=29, weighed=(0, 1))
+    rows = np.arange(7)
+    batch, teacher = dataset._read(rows), TinyTeacher()
+    z_SV = teacher.head(teacher(batch["input_ids"])).flatten(0, 1)
+    chance = torch.from_numpy(uniforms(0, range(7), 5, 1 + 2 * N)).flatten(0, 1)
+    wanted = fields_of(z_SV, chance, 0.9, (1.0, 2.0))
+    is_token_S = (torch.arange(5) < batch["length"][:, None]).flatten()
+    for name in ("topk_ids", "draw_ids"):
+        assert torch.equal(batch[name].flatten(0, 1)[is_token_S], wanted[name][0][is_token_S])
+    assert torch.equal(batch["tail_entropy"].flatten(0, 1), wanted["tail_entropy"][0].half().float())
+    assert batch["draw_ratios"].shape == (7, 5, N, 2)
+
+
+def test_draws_need_tokens_that_are_no_candidates() -> None:
+    with pytest.raises(ConfigError, match="tail_draws=4 needs tokens that are no candidates, but top_k=29"):
+        manifest_of(blocks_of(3), top_k=29, tail_draws=4)
+    with pytest.raises(ConfigError, match="tail_draws=4 is of --store topk"):
+        CacheRun(store="sampled", tail_draws=4).check_store()
+    with pytest.raises(ConfigError, match="sampling_seed=3 is of draws, but there are none"):
+        CacheRun(sampling_seed=3).check_store()
+    CacheRun(sampling_seed=3, tail_draws=2).check_store()

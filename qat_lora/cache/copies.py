@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from qat_lora.cache.index import Shard, check_shard
+from qat_lora.cache.remote import RemotePath
 from qat_lora.errors import CacheError, ConfigError, OutputError
-from qat_lora.remote import RemotePath
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qat_lora.cache.index import CacheIndex, check_shard, load_cache
+from qat_lora.cache.remote import location
 from qat_lora.errors import CacheError
-from qat_lora.remote import Location, location
+from qat_lora.files import Location
 
 
 @dataclass(frozen=True)

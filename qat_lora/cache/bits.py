@@ -1,6 +1,7 @@
-"""Integers of a few bits each, packed into bytes; both ways are exact.
+"""Integers of a few bits each, packed into bytes, and draws as runs of equal ones; all ways are exact.
 
-Legend: R rows, N values, P bytes, G groups of eight values, B bytes of a group.
+Legend: R rows, N values or draws, P bytes, G groups of eight values, B bytes of a group, T positions of a row, X draws
+of a row (T * N).
 """
 
 from __future__ import annotations
@@ -51,3 +52,30 @@ def unpack(packed_RP: Array, bits: int, count: int) -> Array:
 def _bytes_over(shift: int, bits: int) -> int:
     """Over how many bytes a value lies that begins at a bit `shift` of the first."""
     return -(-(shift + bits) // 8)
+
+
+def run_ends(ids: Array) -> Array:
+    """Where the next draw [..., N] is another token, or there is none: bool [..., N]."""
+    return np.concatenate([ids[..., 1:] != ids[..., :-1], np.ones_like(ids[..., :1], dtype=bool)], axis=-1)
+
+
+def to_runs(ids_RTN: Array, id_bits: int) -> tuple[Array, list[Array]]:
+    """The ends of runs, a bit each, uint8 [R, P]; and the token of each run, packed, for each row its own bytes."""
+    ends_RX = run_ends(ids_RTN).reshape(len(ids_RTN), -1)
+    ids_RX = ids_RTN.reshape(len(ids_RTN), -1)
+    packed = [pack(ids_X[ends_X][None], id_bits)[0] for ids_X, ends_X in zip(ids_RX, ends_RX, strict=True)]
+    return np.packbits(ends_RX, axis=1, bitorder="little"), packed
+
+
+def runs_of(runs_RP: Array, seq_len: int, samples: int) -> Array:
+    """Of each draw the number of its run, counted over its row: int64 [R, T * N]."""
+    ends_RX = np.unpackbits(runs_RP, axis=1, count=seq_len * samples, bitorder="little")
+    return np.cumsum(ends_RX, axis=1, dtype=np.int64) - ends_RX
+
+
+def from_runs(run_RX: Array, packed_RP: Array, id_bits: int) -> Array:
+    """The draws' tokens int64 [R, T * N], from the bytes of each row's tokens, filled up to the longest."""
+    count = int(run_RX[:, -1].max()) + 1
+    if -(-count * id_bits // 8) != packed_RP.shape[1]:
+        raise ValueError(f"{count} runs of {id_bits} bits in {packed_RP.shape[1]} bytes")
+    return np.take_along_axis(unpack(packed_RP, id_bits, count).astype(np.int64), run_RX, axis=1)

@@ -7,13 +7,15 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from qat_lora.cache import remote
+from qat_lora.cache.remote import RemotePath, check_writable, file_sizes, location, sha256_of, write_whole
 from qat_lora.cli.flags import run_from
 from qat_lora.cli.main import RUNS, _parser, main
 from qat_lora.config import QatRun, RecoveryRun
 from qat_lora.config.cache import CacheRun
 from qat_lora.errors import ConfigError, QatLoraError, RemoteError
-from qat_lora.files import check_writable, file_sizes, sha256_file, write_atomically, write_json
-from qat_lora.remote import RemotePath, is_remote, location
+from qat_lora.files import Url, is_remote
+from qat_lora.files import location as named_location
 from qat_lora.settings import from_json, to_json
 from tests.elsewhere import Elsewhere
 
@@ -32,7 +34,7 @@ def folder(request, tmp_path) -> RemotePath:
 @pytest.mark.parametrize("url", ["gs://a/b", "s3://a/b/", "hf://datasets/me/x", "memory://x", "file:///x", "GS://a"])
 def test_a_url_is_remote_and_keeps_its_slashes(url) -> None:
     assert is_remote(url)
-    assert location(url) == RemotePath(url.rstrip("/"))
+    assert named_location(url) == location(url) == RemotePath(url.rstrip("/"))
     assert str(location(url)) == url.rstrip("/")
     assert location(location(url)) == location(url)
 
@@ -54,7 +56,7 @@ def test_a_url_that_was_a_path_is_refused_with_the_url(lost) -> None:
 ])  # fmt: skip
 def test_settings_take_urls_where_a_cache_is_meant(run_class, flag, field) -> None:
     run = run_from(_parser().parse_args([run_class.command, flag, "gs://a/b"]), RUNS[run_class.command])
-    assert getattr(run, field) == RemotePath("gs://a/b")
+    assert getattr(run, field) == Url("gs://a/b") and type(getattr(run, field)) is Url
     assert to_json(run)[field] == "gs://a/b" and from_json(run_class, to_json(run)) == run
     run = run_from(_parser().parse_args([run_class.command, flag, "a/b"]), RUNS[run_class.command])
     assert getattr(run, field) == Path("a/b")
@@ -68,15 +70,15 @@ def test_other_outputs_stay_on_this_machine(argv, capsys) -> None:
 
 def test_what_is_written_is_read_back_listed_and_deleted(folder, tmp_path) -> None:
     assert not folder.exists() and file_sizes(folder) == {} and list(folder.glob("*")) == []
-    write_json(folder / "a.json", {"x": 1})
-    write_atomically(folder / "b.bin", lambda stream: stream.write(b"0123456789"))
+    write_whole(folder / "a.json", b'{\n  "x": 1\n}\n')
+    write_whole(folder / "b.bin", b"0123456789")
     (folder / "c.bin").write_bytes(b"uploaded")
     assert file_sizes(folder) == {"a.json": 13, "b.bin": 10, "c.bin": 8}
     assert [str(p) for p in folder.glob("*.bin")] == [f"{folder}/b.bin", f"{folder}/c.bin"]
     assert (folder / "b.bin").read_bytes(2, 5) == b"234" and (folder / "a.json").read_text() == '{\n  "x": 1\n}\n'
     (folder / "c.bin").download(tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == b"uploaded"
-    assert sha256_file(folder / "c.bin") == sha256_file(tmp_path / "back")
+    assert sha256_of(folder / "c.bin") == sha256_of(tmp_path / "back")
     assert (folder / "a.json").is_file() and not folder.is_file() and folder.exists()
     (folder / "b.bin").write_bytes(b"again")
     (folder / "a.json").unlink()
@@ -84,17 +86,17 @@ def test_what_is_written_is_read_back_listed_and_deleted(folder, tmp_path) -> No
     (folder / "a.json").unlink(missing_ok=True)
     with pytest.raises(FileNotFoundError):
         (folder / "a.json").unlink()
-    for read in (RemotePath.read_bytes, sha256_file):
+    for read in (RemotePath.read_bytes, sha256_of):
         with pytest.raises(FileNotFoundError):
             read(folder / "a.json")
 
 
 def test_hashing_reads_piece_by_piece(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr("qat_lora.remote.CHUNK_BYTES", 4)
+    monkeypatch.setattr("qat_lora.cache.remote.CHUNK_BYTES", 4)
     place = RemotePath("elsewhere://x/file")
     place.write_bytes(b"0123456789")
     (tmp_path / "file").write_bytes(b"0123456789")
-    assert sha256_file(place) == sha256_file(tmp_path / "file")
+    assert sha256_of(place) == sha256_of(tmp_path / "file")
     assert Elsewhere.calls["cat_file", "file"] == 3
 
 
@@ -160,3 +162,49 @@ def test_our_own_errors_pass_unchanged() -> None:
     Elsewhere.failing["cat_file", ""] = ConfigError("ours")
     with pytest.raises(QatLoraError, match="^ours$"):
         RemotePath("elsewhere://x").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("method", "act"),
+    [
+        ("info", RemotePath.exists), ("ls", lambda p: file_sizes(p.parent)), ("cat_file", RemotePath.read_bytes),
+        ("cat_file", sha256_of), ("get_file", lambda p: p.download(Path("/dev/null"))), ("rm_file", RemotePath.unlink),
+        ("pipe_file", lambda p: p.write_bytes(b"again")), ("mv", lambda p: p.write_bytes(b"again")),
+    ],
+)  # fmt: skip
+def test_a_failure_that_passes_is_tried_again_and_one_that_stays_is_an_error(method, act, monkeypatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(remote, "RETRY_SECONDS", (0.5, 2.0, 8.0))
+    monkeypatch.setattr(remote.time, "sleep", waits.append)
+    place = RemotePath("elsewhere://x/file")
+    place.write_bytes(b"old")
+    Elsewhere.flaky[method, ""] = 3
+    act(place)
+    assert waits == [0.5, 2.0, 8.0] and Elsewhere.flaky[method, ""] == 0
+    place.write_bytes(b"old")
+    Elsewhere.flaky[method, ""] = 99
+    with pytest.raises(RemoteError, match="TimeoutError: the line is slow"):
+        act(place)
+    assert Elsewhere.flaky[method, ""] == 95, "four attempts and no more"
+
+
+@pytest.mark.parametrize("error", [PermissionError("no"), ImportError("no"), ValueError("no")])
+def test_what_another_attempt_cannot_change_is_not_tried_again(error) -> None:
+    Elsewhere.failing["cat_file", ""] = error
+    with pytest.raises(RemoteError):
+        RemotePath("elsewhere://x/file").read_bytes()
+    assert Elsewhere.calls["cat_file", "file"] == 1
+
+
+def test_what_another_process_wrote_is_seen_though_listings_are_kept() -> None:
+    folder = RemotePath("elsewhere://x")
+    (folder / "a").write_bytes(b"1")
+    assert folder.sizes() == {"a": 1} and not (folder / "b").exists()
+    fs, path = (folder / "b")._opened()
+    fs.ls(path.rsplit("/", 1)[0])  # fsspec keeps this listing
+    Elsewhere.store[path] = Elsewhere.store[path.replace("/b", "/a")]  # past this process's filesystem
+    assert not fs.exists(path), "the listing answers"
+    assert (folder / "b").exists() and (folder / "b").is_file()
+    fs.ls(path.rsplit("/", 1)[0])
+    Elsewhere.store[path.replace("/b", "/c")] = Elsewhere.store[path]
+    assert folder.sizes() == {"a": 1, "b": 1, "c": 1}

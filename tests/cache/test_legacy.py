@@ -20,7 +20,7 @@ from qat_lora.cache import (
     topk_rows,
     verify,
 )
-from qat_lora.cache.older import OlderRows
+from qat_lora.cache.legacy import OlderRows
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from tests.cache.test_build import contents
 
@@ -80,7 +80,7 @@ def test_with_all_of_the_vocabulary_it_is_what_a_build_stores(tmp_path, dropped_
     wanted = topk_rows(logits_NPV.flatten(0, 1), V, (1.0, 2.0))
     assert rows.normalizer == "exact" and rows.seq_len == L - dropped_last
     assert np.array_equal(fields["topk_ids"].reshape(-1, V), wanted["topk_ids"].numpy())
-    for name in ("topk_logprobs", "lse", "tail"):
+    for name in ("topk_logprobs", "tail"):
         np.testing.assert_allclose(fields[name].reshape(wanted[name].shape), wanted[name].numpy(), atol=2e-6)
     convert_older(tmp_path / "o", tmp_path / "c", logprob_bits=32, **TEACHER)
     assert load_manifest(tmp_path / "c").normalizer == "exact"
@@ -107,7 +107,6 @@ def test_the_estimate_is_its_formula_position_by_position(older):
                     ]
                     rest = (V - K) / len(others) * sum(others)
                     total = sum(kept) + rest
-                    assert fields["lse"][first + n, t, i] == pytest.approx(math.log(total), abs=1e-5)
                     assert fields["tail"][first + n, t, i] == pytest.approx(rest / total, abs=1e-6)
                     if i == 0:
                         z_max = shard["topk_logits"][n][t][0]
@@ -122,6 +121,11 @@ def test_the_estimate_is_its_formula_position_by_position(older):
     assert rows.normalizer == "estimated"
 
 
+def z_of(shard, fields):
+    """The normaliser [N, P] at T = 1 that log-probabilities were made with."""
+    return np.exp(shard["topk_logits"][..., 0].double().numpy() - fields["topk_logprobs"][..., 0].astype(np.float64))
+
+
 def test_the_estimate_of_z_is_unbiased_and_candidates_alone_are_not(tmp_path):
     """Over many draws at the same positions; the stated standard error is that of the draws."""
     logits_NPV = made(tmp_path / "o", shards=(2,), m=4000, dtype=torch.float32)
@@ -133,14 +137,14 @@ def test_the_estimate_of_z_is_unbiased_and_candidates_alone_are_not(tmp_path):
         part = {name: shard[name][..., start : start + 10] for name in ("rand_idx", "rand_logits")}
         edit(path, **part)
         rows, fields = rows_of(tmp_path / "o")
-        estimates.append(np.exp(fields["lse"][..., 0].astype(np.float64)))
+        estimates.append(z_of(shard, fields))
         stated.append(rows.standard_error)
     spread_NP = np.std(estimates, axis=0, ddof=1)
     away_NP = (np.mean(estimates, axis=0) - z_NP) / (spread_NP / math.sqrt(len(estimates)))
     assert np.abs(away_NP).max() < 4, "ten positions, each within its standard error"
     assert np.mean(stated) == pytest.approx((spread_NP / z_NP).mean(), rel=0.15)
     _, alone = rows_of(tmp_path / "o", estimate_tail=False)
-    assert (np.exp(alone["lse"][..., 0]) < z_NP * 0.95).all() and (alone["tail"] == 0).all()
+    assert (z_of(shard, alone) < z_NP * 0.95).all() and (alone["tail"] == 0).all()
 
 
 def test_candidates_alone_are_a_softmax_over_them(older):
@@ -169,7 +173,7 @@ def test_candidates_in_any_order_are_put_in_order(older, tmp_path):
     _, found = rows_of(older)
     np.testing.assert_array_equal(np.sort(found["topk_ids"], -1), np.sort(wanted["topk_ids"], -1))
     assert (np.diff(found["topk_logprobs"], axis=-1) <= 0).all()
-    np.testing.assert_allclose(found["lse"], wanted["lse"], atol=1e-6)
+    np.testing.assert_allclose(found["topk_logprobs"], wanted["topk_logprobs"], atol=1e-6)
 
 
 # ---- the cache that is made
@@ -193,7 +197,7 @@ def test_a_converted_cache_is_a_cache_and_says_what_it_is(older, tmp_path):
     batch = next(iter(cache.eval_batches(7)))
     _, fields = rows_of(older, temperatures=(1.0, 2.0))
     assert np.array_equal(batch["topk_ids"].numpy(), fields["topk_ids"])
-    assert np.array_equal(batch["lse"].numpy(), fields["lse"])
+    assert np.array_equal(batch["tail"].numpy(), fields["tail"])
     assert np.array_equal(batch["topk_logprobs"].numpy(), fields["topk_logprobs"].astype(np.float16).astype(np.float32))
 
 
@@ -201,7 +205,7 @@ def test_fewer_candidates_leave_the_normaliser_and_fill_the_tail(older, tmp_path
     convert_older(older, tmp_path / "all", logprob_bits=32, **TEACHER)
     convert_older(older, tmp_path / "two", top_k=2, logprob_bits=32, **TEACHER)
     every, two = (next(iter(KDCacheDataset(tmp_path / name).eval_batches(7))) for name in ("all", "two"))
-    assert torch.equal(two["lse"], every["lse"])
+    assert torch.equal(two["topk_logprobs"], every["topk_logprobs"][..., :2])
     torch.testing.assert_close(
         two["tail"][..., 0], every["tail"][..., 0] + every["topk_logprobs"][..., 2:].exp().sum(-1), rtol=0, atol=1e-6
     )
@@ -293,7 +297,8 @@ def test_the_first_format_of_torch_is_read_too(older, tmp_path):
 def test_logits_in_bfloat16(tmp_path):
     logits_NPV = made(tmp_path / "o", k=V, m=0, dtype=torch.bfloat16)
     _, fields = rows_of(tmp_path / "o")
-    np.testing.assert_allclose(fields["lse"][..., 0], logits_NPV.logsumexp(-1).numpy(), atol=1e-5)
+    best_NP = logits_NPV.log_softmax(-1).amax(-1)
+    np.testing.assert_allclose(fields["topk_logprobs"][..., 0], best_NP.numpy(), atol=1e-5)
 
 
 def test_a_missing_shard_or_meta(older, tmp_path):

@@ -239,7 +239,6 @@ class OlderRows:
         fields = {
             "topk_ids": ids_NTK,
             "topk_logprobs": np.maximum(logits_NTK - lse[0][..., None], LEAST_LOGPROB).astype(np.float32),
-            "lse": np.stack(lse, -1).astype(np.float32),
             "tail": np.stack(tail, -1).astype(np.float32),
         }
         return fields, error_NT

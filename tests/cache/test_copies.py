@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from qat_lora.cache import fetch as fetch_module
-from qat_lora.cache.fetch import DiskCache, ShardFetcher
+from qat_lora.cache import copies as fetch_module
+from qat_lora.cache.copies import DiskCache, ShardFetcher
 from qat_lora.cache.index import Shard
 from qat_lora.cache.manifest import shard_name
+from qat_lora.cache.remote import RemotePath
 from qat_lora.errors import CacheError, ConfigError, OutputError, RemoteError
-from qat_lora.remote import RemotePath
 from tests.elsewhere import Elsewhere
 
 FOLDER = RemotePath("elsewhere://bucket/cache")

@@ -1,0 +1,221 @@
+"""Caches at URLs: pathlib's words for what fsspec opens, with bounded retries and every failure as one sentence.
+
+Owns every call to fsspec, and the functions that treat a folder of this machine and one at a URL alike. What a URL is
+stands in `qat_lora.files`; copies on the local disk are `copies`' business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fnmatch
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from qat_lora import files
+from qat_lora.errors import QatLoraError, RemoteError
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 16 * 2**20  # what is held of a file that is only hashed
+RETRY_SECONDS = (0.5, 2.0, 8.0)  # the waits after a first, second, third failure; then it is an error
+
+# There a file is visible once all of it is, so that nothing has to be moved into place.
+_OBJECT_STORES = ("gs", "gcs", "s3", "s3a", "hf", "abfs", "abfss", "az", "adl", "oss", "memory")
+_EXTRAS = {"gs": "gs", "gcs": "gs", "s3": "s3", "s3a": "s3"}
+_LOG_IN = {
+    "gs": "check the bucket's name, and log in with `gcloud auth application-default login`",
+    "s3": "check the bucket's name, and log in with `aws configure` or by AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "hf": "check the repository's name, and log in with `hf auth login`",
+}
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+# What another attempt does not change: absence, refusal, a missing package, an unknown protocol.
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, ValueError)
+
+T = TypeVar("T")
+
+
+class RemotePath(files.Url):
+    """A folder or file by its URL, with the methods of `pathlib.Path` that a cache needs.
+
+    All raise RemoteError where fsspec, a package that it needs or the other side fails, each after some attempts; what
+    is merely not there is a FileNotFoundError, as on a disk.
+    """
+
+    def exists(self) -> bool:
+        """Whether there is a file or folder."""
+        return self._info() is not None
+
+    def is_file(self) -> bool:
+        """Whether there is a file."""
+        info = self._info()
+        return info is not None and info["type"] == "file"
+
+    def sizes(self) -> dict[str, int]:
+        """Name -> bytes of the files in this folder, by one listing; empty where there is no such folder."""
+
+        def listing(fs: Any, path: str) -> list[dict[str, Any]]:
+            fs.invalidate_cache(path)  # another process may have written there
+            try:
+                found: list[dict[str, Any]] = fs.ls(path, detail=True)
+            except FileNotFoundError:
+                return []
+            return found
+
+        entries = self._tried("listed", listing)
+        return {e["name"].rstrip("/").rsplit("/", 1)[-1]: int(e["size"]) for e in entries if e["type"] == "file"}
+
+    def glob(self, pattern: str) -> Iterator[RemotePath]:
+        """Yield the files of this folder whose names match."""
+        return (self / name for name in sorted(self.sizes()) if fnmatch.fnmatchcase(name, pattern))
+
+    def read_bytes(self, start: int | None = None, stop: int | None = None) -> bytes:
+        """The file, or its bytes from `start` up to `stop`."""
+        data: bytes = self._tried("read", lambda fs, path: fs.cat_file(path, start=start, end=stop))
+        return data
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        """The file as text."""
+        return self.read_bytes().decode(encoding)
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield the file piece by piece."""
+        info = self._info()
+        if info is None:
+            raise FileNotFoundError(self.url)
+        size = int(info["size"])
+        for start in range(0, size, CHUNK_BYTES):
+            yield self.read_bytes(start, min(start + CHUNK_BYTES, size))
+
+    def download(self, target: Path) -> None:
+        """Copy the file to a local one."""
+        self._tried("read", lambda fs, path: fs.get_file(path, str(target)))
+
+    def write_bytes(self, data: bytes) -> None:
+        """Write the file, whole or not at all: object stores show it when it is; elsewhere it is moved into place."""
+        self._tried("written", lambda fs, path: self._write(fs, path, data))
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Delete the file."""
+        try:
+            self._tried("deleted", lambda fs, path: fs.rm_file(path))
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+    def check_writable(self) -> None:
+        """Prove, before the long work, that files can be written in this folder, and leave none."""
+        probe = self / f".probe.{os.getpid()}"
+        probe.write_bytes(b"probe")
+        probe.unlink(missing_ok=True)
+
+    def _write(self, fs: Any, path: str, data: bytes) -> None:
+        if self.scheme in _OBJECT_STORES:
+            fs.pipe_file(path, data)
+            return
+        folder, name = path.rsplit("/", 1)
+        temporary = f"{folder}/.{name}.{os.getpid()}.tmp"
+        fs.makedirs(folder, exist_ok=True)
+        try:
+            fs.pipe_file(temporary, data)
+            fs.mv(temporary, path)
+        except BaseException:
+            with contextlib.suppress(Exception):  # what cannot be written cannot be tidied up either
+                fs.rm_file(temporary)
+            raise
+
+    def _info(self) -> dict[str, Any] | None:
+        def info(fs: Any, path: str) -> dict[str, Any] | None:
+            fs.invalidate_cache(path)
+            try:
+                found: dict[str, Any] = fs.info(path)  # `exists` would take a refusal for an absence
+            except FileNotFoundError:
+                return None
+            return found
+
+        return self._tried("read", info)
+
+    def _opened(self) -> tuple[Any, str]:
+        """The filesystem, which fsspec keeps one of per process, and the path in it."""
+        from fsspec.core import url_to_fs
+
+        found: tuple[Any, str] = url_to_fs(self.url)
+        return found
+
+    def _tried(self, done: str, act: Callable[[Any, str], T]) -> T:
+        """Do it, again after a failure that may pass; what remains becomes one sentence.
+
+        That a file to be read is not there is the caller's to judge.
+        """
+        for wait in (*RETRY_SECONDS, None):
+            try:
+                return act(*self._opened())
+            except QatLoraError:
+                raise
+            except Exception as error:  # every library behind fsspec has exceptions of its own
+                if isinstance(error, FileNotFoundError) and done in ("read", "deleted"):
+                    raise
+                if isinstance(error, OSError) and error.errno in _OF_THE_DISK:  # of this machine, which a copy goes to
+                    raise
+                if wait is None or isinstance(error, _FINAL):
+                    raise self._failure(done, error) from error
+                logger.info("%s cannot be %s (%s); another attempt in %g s", self, done, _line(error), wait)
+                time.sleep(wait)
+        raise AssertionError
+
+    def _failure(self, done: str, error: Exception) -> RemoteError:
+        scheme = {"gcs": "gs", "s3a": "s3"}.get(self.scheme, self.scheme)
+        if isinstance(error, ImportError):
+            extra = _EXTRAS.get(scheme)
+            fix = f"pip install 'qat_lora[{extra}]'" if extra else "install it"
+            return RemoteError(f"{str(self)!r} needs a package that is not there ({_line(error)}); {fix}.")
+        fix = _LOG_IN.get(scheme, "check the URL and the network")
+        return RemoteError(f"{str(self)!r} cannot be {done} ({_line(error)}); {fix}.")
+
+
+Place = Path | RemotePath
+
+
+def location(spec: str | files.Location) -> Place:
+    """Return the place that was named, ready to be read and written: see `qat_lora.files.location`."""
+    place = files.location(spec)
+    return RemotePath(place.url) if isinstance(place, files.Url) else place
+
+
+def write_whole(path: Place, data: bytes) -> None:
+    """Write a file whole or not at all; OutputError, DiskFull or RemoteError where it cannot be."""
+    if isinstance(path, RemotePath):
+        path.write_bytes(data)
+    else:
+        files.write_atomically(path, lambda stream: stream.write(data))
+
+
+def file_sizes(folder: Place) -> dict[str, int]:
+    """Name -> bytes of the files in a folder; empty where there is no such folder."""
+    return folder.sizes() if isinstance(folder, RemotePath) else files.file_sizes(folder)
+
+
+def check_writable(folder: Place) -> None:
+    """Prove, before the long work, that files can be written in a folder, and leave no trace."""
+    folder.check_writable() if isinstance(folder, RemotePath) else files.check_writable(folder)
+
+
+def sha256_of(path: Place) -> str:
+    """Hex sha256 of a file's bytes."""
+    if not isinstance(path, RemotePath):
+        return files.sha256_file(path)
+    digest = hashlib.sha256()
+    for chunk in path.chunks():
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _line(error: BaseException) -> str:
+    """An exception in one line, however long its text."""
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words[:200]}" if words else type(error).__name__
