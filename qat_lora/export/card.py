@@ -97,7 +97,7 @@ def _loading_lines(base: str, adapter: str) -> str:
     model = f'AutoModelForCausalLM.from_pretrained("{base}", dtype="float32")'
     ids = 'tokenizer("Once", return_tensors="pt").input_ids'
     lines = [
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n",
         f'tokenizer = AutoTokenizer.from_pretrained("{base}")',
         f"model = {model}",
         f"print(tokenizer.decode(model.generate({ids}, max_new_tokens=20)[0]))",
