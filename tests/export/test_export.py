@@ -166,6 +166,20 @@ def test_an_export_that_differs_is_refused(runs, tmp_path, teacher_dir) -> None:
         verify_export(student, tmp_path / "dense", exact=True)
 
 
+def test_a_merge_that_is_wrong_is_refused(runs, tmp_path, teacher_dir) -> None:
+    """The tolerance lets rounding pass, not a lost adapter."""
+    _, recovered = runs
+    student = student_of(teacher_dir, recovered)
+    export_dequantized(student, models.load_tokenizer(teacher_dir), tmp_path / "no_adapters")
+    with pytest.raises(ExportMismatch, match="differs from the student"):
+        verify_export(student, tmp_path / "no_adapters", exact=False)
+
+
+def test_a_probe_looks_at_tokens_of_the_whole_vocabulary() -> None:
+    ids = probe_ids(151_936)
+    assert ids.unique().numel() == 64 and ids.min() < 10_000 and ids.max() > 140_000
+
+
 def test_exporting_leaves_the_student_as_it_was(runs, tmp_path, teacher_dir) -> None:
     _, recovered = runs
     student = student_of(teacher_dir, recovered)
