@@ -1,4 +1,4 @@
-"""Conversions of whole models, in place: Linear -> QuantLinear -> CodedLinear -> Linear.
+"""Conversions of models, in place: Linear -> QuantLinear -> CodedLinear -> Linear.
 
 Each returns the names that it changed. Owns the walk over a model, and what is refused; how one layer is converted
 stands in `layers`, and which Linears to quantise is the caller's list. Layers are found wherever they sit, a peft
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -98,17 +98,10 @@ def _convert(
 
 
 def _replace(model: nn.Module, old: nn.Module, layer: nn.Module) -> None:
-    for parent, child_name, child in list(_edges(model)):
-        if child is old:
-            setattr(parent, child_name, layer)
-
-
-def _edges(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    # Through _modules and not named_children: that skips the second name of a shared layer.
-    for parent in model.modules():
-        for child_name, child in parent._modules.items():
-            if child is not None:
-                yield parent, child_name, child
+    for parent in list(model.modules()):
+        for child_name, child in parent._modules.items():  # named_children skips the second name of a shared layer
+            if child is old:
+                setattr(parent, child_name, layer)
 
 
 def _find_linear(model: nn.Module, name: str) -> tuple[str, nn.Linear]:

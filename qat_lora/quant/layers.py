@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from qat_lora.quant.packing import pack, packed_bytes, unpack
 from qat_lora.quant.rounding import Form, dequantize, fake_quantize, quantize
 from qat_lora.quant.scales import group_count, scale_names, scale_shapes
 from qat_lora.quant.start import search_form
+
+Device: TypeAlias = torch.device | str | None
 
 
 class Quantizer(nn.Module):
@@ -83,13 +85,7 @@ class QuantLinear(_OwnDtypes, nn.Linear):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        config: LinearQuant,
-        device: torch.device | str | None = None,
+        self, in_features: int, out_features: int, bias: bool = True, *, config: LinearQuant, device: Device = None
     ) -> None:
         """Make a blank layer."""
         super().__init__(in_features, out_features, bias, device=device, dtype=torch.float32)
@@ -129,13 +125,7 @@ class CodedLinear(_OwnDtypes, nn.Linear):
     offset_OG: Tensor | None
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        config: LinearQuant,
-        device: torch.device | str | None = None,
+        self, in_features: int, out_features: int, bias: bool = True, *, config: LinearQuant, device: Device = None
     ) -> None:
         """Make a blank layer, to load a state dict into."""
         nn.Module.__init__(self)  # nn.Linear's own would register a weight
@@ -194,7 +184,7 @@ def _decode(config: LinearQuant, in_features: int, packed_OP: Tensor, *form: Ten
     return dequantize(unpack(packed_OP, config.bits, in_features), Form.of(config, *form))
 
 
-def _blank_form(out_features: int, in_features: int, config: LinearQuant, device: torch.device | str | None) -> Form:
+def _blank_form(out_features: int, in_features: int, config: LinearQuant, device: Device) -> Form:
     """The form of a weight of zeros, for a state dict to be loaded into."""
     offset_OG = torch.zeros(out_features, group_count(in_features, config), device=device)
     return Form(

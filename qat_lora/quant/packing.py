@@ -1,8 +1,8 @@
 """Codes of 2, 3, 4 or 8 bits in bytes, and back: exact inverses for any width and any number of columns.
 
 Owns the byte layout and nothing else. A row is stored in planes: for 2 and 4 bits, byte p of a row holds the
-codes of columns p, p + P, p + 2P, .. (P bytes per row), lowest bits first, so that unpacking writes whole
-runs of columns and never interleaves. 3 bits are a plane of the two low bits followed by a plane of the high
+codes of columns p, p + P, p + 2P, .. (P bytes per row), lowest bits first, so that unpacking writes runs
+of columns and never interleaves. 3 bits are a plane of the two low bits followed by a plane of the high
 bit. 8 bits are the codes.
 
 Shapes: O rows, I codes in a row, P bytes in a row, F codes in a byte.
@@ -13,22 +13,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qat_lora.errors import ConfigError
-
 PLANES: dict[int, tuple[int, ...]] = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
-"""Widths in bits of the planes that make up a code, lowest first."""
+"""Widths in bits of the planes that make up a code, the lowest bits in the leftmost."""
 
 
 def packed_bytes(in_features: int, bits: int) -> int:
     """Bytes that a row of `in_features` codes takes, the padding of its last bytes included."""
-    return sum(-(-in_features * width // 8) for width in _planes(bits))
+    return sum(-(-in_features * width // 8) for width in PLANES[bits])
 
 
 def pack(codes_OI: Tensor, bits: int) -> Tensor:
     """Pack codes uint8 [O, I], each below 2^bits, into bytes uint8 [O, P]."""
     planes = []
     shift = 0
-    for width in _planes(bits):
+    for width in PLANES[bits]:
         planes.append(_pack_plane((codes_OI >> shift) & ((1 << width) - 1), width))
         shift += width
     return torch.cat(planes, 1)
@@ -38,7 +36,7 @@ def unpack(packed_OP: Tensor, bits: int, in_features: int) -> Tensor:
     """The codes uint8 [O, I] that `pack` stored."""
     codes_OI = None
     start = shift = 0
-    for width in _planes(bits):
+    for width in PLANES[bits]:
         length = packed_bytes_of_plane(in_features, width)
         plane_OI = _unpack_plane(packed_OP[:, start : start + length], width, in_features)
         codes_OI = plane_OI if codes_OI is None else codes_OI | (plane_OI << shift)
@@ -50,12 +48,6 @@ def unpack(packed_OP: Tensor, bits: int, in_features: int) -> Tensor:
 def packed_bytes_of_plane(in_features: int, width: int) -> int:
     """Bytes of one plane's row."""
     return -(-in_features * width // 8)
-
-
-def _planes(bits: int) -> tuple[int, ...]:
-    if bits not in PLANES:
-        raise ConfigError(f"codes are packed with 2, 3, 4 or 8 bits, but bits={bits}; choose one of these.")
-    return PLANES[bits]
 
 
 def _pack_plane(values_OI: Tensor, width: int) -> Tensor:

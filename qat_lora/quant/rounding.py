@@ -101,12 +101,7 @@ class _RoundThrough(torch.autograd.Function):
 class _FakeQuantize(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        weight_OI: Tensor,
-        scale_OC: Tensor,
-        levels_N: Tensor,
-        offset_OC: Tensor | None,
-        config: LinearQuant,
+        ctx: Any, weight_OI: Tensor, scale_OC: Tensor, levels_N: Tensor, offset_OC: Tensor | None, config: LinearQuant
     ) -> Tensor:
         _, needs_scale, needs_levels, needs_offset, _ = ctx.needs_input_grad
         unit_OI = _to_units(weight_OI, scale_OC, offset_OC, config.group_size)

@@ -19,7 +19,7 @@ from qat_lora.quant.search import grouped_rows, ratio, search_scales
 
 LUT_ROUNDS = 3
 LLOYD_STEPS = 25
-LUT_SAMPLE = 2**18  # weights, in whole rows, that levels are learned from; a few numbers need no more
+LUT_SAMPLE = 2**18  # weights, in full rows, that levels are learned from; a few numbers need no more
 FIT_ROUNDS = 4
 IDLE_SHARE = 0.01  # B of an unused rank column, as a share of B's root mean square
 

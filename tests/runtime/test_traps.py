@@ -134,6 +134,8 @@ def kept(runtime, ids) -> dict[str, int]:
     import torch_xla
     from peft.tuners.lora import LoraLayer
 
+    from qat_lora.adapters.attach import _LoraLinear
+
     found = {}
     for name in ("naive", "ours"):
         model = tiny(layers=3).requires_grad_(False)
@@ -144,7 +146,7 @@ def kept(runtime, ids) -> dict[str, int]:
             use_lean_mlps(model)
         else:
             for layer in model.modules():
-                if type(layer) is adapters.attach._LoraLinear:
+                if type(layer) is _LoraLinear:
                     layer.__class__ = nn.Linear
         runtime.place(model).train()
         hidden_BTH = models.trunk_hidden(model, ids)

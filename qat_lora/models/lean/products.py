@@ -2,9 +2,9 @@
 
     y = x W^T + b,  dx = dy W,  dW = dy^T x,  db = sum of dy
 
-The input of a product often follows by a few cheap operations from tensors that are kept anyway: the output of a norm,
-of a gated product, a weight decoded from its codes. Such a tensor carries a recipe (`made_from`). The product keeps
-what the recipe needs, and backward makes the tensor again.
+A few cheap operations often make a factor from tensors that are there anyway: the output of a norm, of a gated product,
+a weight decoded from its codes. It carries a recipe (`made_from`); the product keeps what that needs, and backward
+makes the factor again.
 
 In a graph compiled ahead a view is a buffer of its own that keeps its base alive; torch's own products keep views.
 """
@@ -31,10 +31,9 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
     recipe = _recipe_of(weight_OI)
-    if not isinstance(weight_OI, nn.Parameter):  # what is made for this product is not kept twice as wide as it is used
+    if not isinstance(weight_OI, nn.Parameter):  # what is made for this product is saved as narrow as it is used
         weight_OI = weight_OI.to(x.dtype)
-    output: Tensor = _Linear.apply(x, weight_OI, bias_O, _recipe_of(x), recipe)
-    return output
+    return _Linear.apply(x, weight_OI, bias_O, _recipe_of(x), recipe)
 
 
 class _Recipe(NamedTuple):
@@ -48,7 +47,7 @@ class _Recipe(NamedTuple):
 def made_from(output: Tensor, make: Callable[..., Tensor], *sources: Tensor) -> Tensor:
     """Note on a tensor that make(*sources) gives it, bit for bit; return it.
 
-    Sources are tensors that are kept anyway. The note is void once the tensor or a source was changed in place.
+    Sources are tensors that backward keeps anyway. The note is void once the tensor or a source was changed in place.
     """
     if torch.is_grad_enabled():  # else there is no backward to keep anything for
         output._made_from = _Recipe(make, sources, _versions(output, *sources))  # type: ignore[attr-defined]
@@ -65,7 +64,7 @@ def _versions(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def without_base(x: Tensor) -> Tensor:
-    """What to keep of a tensor: itself, or a copy of a view that would keep its base alive as well."""
+    """What to keep of a tensor: itself, or a copy where it is a view that keeps its base alive."""
     return x.clone() if is_static(x) and x._is_view() else x
 
 

@@ -1,4 +1,4 @@
-"""Devices that compile whole graphs ahead: which they are, and how work is ordered on them.
+"""Devices that compile graphs ahead: which they are, and how work is ordered on them.
 
 A runtime registers its device here once (see `runtime.xla`). The maths asks about a tensor and names no device.
 """
@@ -15,7 +15,7 @@ _BARRIERS: dict[str, Barrier] = {}
 
 
 def register(device_type: str, barrier: Barrier) -> None:
-    """Say that a type of device compiles whole graphs; `barrier` makes tensors of a graph wait for each other."""
+    """Say that a type of device compiles its graphs ahead; `barrier` makes tensors of a graph wait for each other."""
     _BARRIERS[device_type] = barrier
 
 
