@@ -45,21 +45,21 @@ def cache(run: CacheRun) -> CacheIndex:
     if runtime.rank == 0:  # another rank's would see, and remove, a folder that is made at this moment
         check_writable(location(run.output))
     placement = _placement(run, runtime)
-    with runtime.first("model_download"):
+    with runtime.rank_zero_first("model_download"):
         loaded = models.load(run.teacher, placement=placement)
     if placement is not None:
         log.info("teacher in %s: %s", placement.quantization or placement.dtype, places_of(loaded.model))
     _check_teacher(loaded, run, placement)
-    with runtime.first("data_download"):
+    with runtime.rank_zero_first("data_download"):
         fetch_source(run.data, run.source)
     rows = _rows(run, loaded)
     manifest = _manifest(run, loaded.identity, rows, runtime.precision.compute)
-    if not runtime.agree(lambda: _build_digest(run, manifest, runtime)):
+    if not runtime.all_equal(lambda: _build_digest(run, manifest, runtime)):
         raise CacheMismatch(
             f"the ranks would not build the same cache in {run.output}: their settings, texts or teachers differ; give "
             "all the same command."
         )
-    with runtime.first("before_build"):
+    with runtime.rank_zero_first("before_build"):
         writer = CacheWriter(
             run.output, manifest, part=Part(*run.part_of), rank=runtime.rank, world_size=runtime.world_size
         )
@@ -85,7 +85,7 @@ def cache(run: CacheRun) -> CacheIndex:
             barrier=lambda: runtime.barrier("after_shard"),
             progress=lambda done, total: update(done),
         )
-    with runtime.first("before_end"):  # build_cache has waited for all ranks
+    with runtime.rank_zero_first("before_end"):  # build_cache has waited for all ranks
         return writer.finish()
 
 

@@ -69,7 +69,7 @@ class Runtime(Protocol):
         rank: 0-based. world_size: 1 when alone; callers never branch on it.
         devices: among which this rank's batches are divided: 1, but where one program runs on all of them.
         precision: see `Precision`.
-        static_graph: whether whole graphs are compiled ahead, without fused attention and with dear scatters: then
+        static_graph: whether whole graphs are compiled ahead, without fused attention and with expensive scatters: then
             models use `models.lean`, and losses get their candidates' logits apart.
     """
 
@@ -95,22 +95,22 @@ class Runtime(Protocol):
     def joint_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """The 2-norm of all tensors together, 0-d on the device, over all parts where ranks hold parts of them."""
 
-    def whole(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """The tensor on the host, detached, put together where ranks hold parts of it.
 
         Every rank calls, for the same tensors in the same order, and gets the same.
         """
 
-    def part_of(self, whole: Tensor, like: Tensor) -> Tensor:
+    def scatter_like(self, whole: Tensor, like: Tensor) -> Tensor:
         """Of a whole tensor, the same on every rank, what this rank holds of `like`: in its form and on its device."""
 
     def barrier(self, tag: str) -> None:
         """Wait until every rank has come to the barrier of that name."""
 
-    def agree(self, digest: Callable[[], bytes]) -> bool:
+    def all_equal(self, digest: Callable[[], bytes]) -> bool:
         """Whether all ranks have equal digests; where there is one rank, it is not asked."""
 
-    def first(self, tag: str) -> contextlib.AbstractContextManager[None]:
+    def rank_zero_first(self, tag: str) -> contextlib.AbstractContextManager[None]:
         """The context in which rank 0 does something before the others do: they wait at the barrier of that name."""
 
     def save(self, obj: Any, path: Path) -> None:
@@ -184,7 +184,7 @@ class CompiledGraph:
     frames: tuple[str, ...] = ()
 
 
-class Alone:
+class SingleProcess:
     """The part of `Runtime` that a single process without peers shares whatever its device."""
 
     device: torch.device
@@ -207,22 +207,22 @@ class Alone:
         """The 2-norm of all tensors together."""
         return torch.nn.utils.get_total_norm(tensors)
 
-    def whole(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """The tensor on the host: it is whole here."""
         return x.detach().cpu()
 
-    def part_of(self, whole: Tensor, like: Tensor) -> Tensor:
+    def scatter_like(self, whole: Tensor, like: Tensor) -> Tensor:
         """All of it, on the device."""
         return whole.to(like.device)
 
     def barrier(self, tag: str) -> None:
         """Nothing: nobody to wait for."""
 
-    def agree(self, digest: Callable[[], bytes]) -> bool:
+    def all_equal(self, digest: Callable[[], bytes]) -> bool:
         """Nobody to disagree with."""
         return True
 
-    def first(self, tag: str) -> contextlib.AbstractContextManager[None]:
+    def rank_zero_first(self, tag: str) -> contextlib.AbstractContextManager[None]:
         """Nothing: nobody to wait for."""
         return contextlib.nullcontext()
 

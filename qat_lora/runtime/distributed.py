@@ -23,10 +23,10 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from qat_lora.errors import DeviceError
 from qat_lora.runtime.base import MemoryUse
 from qat_lora.runtime.local import LocalRuntime
-from qat_lora.runtime.ranks import AmongRanks, GlooControl
+from qat_lora.runtime.ranks import GlooControl, RankedProcess
 
 
-class DistributedRuntime(AmongRanks, LocalRuntime):
+class DistributedRuntime(RankedProcess, LocalRuntime):
     """`Runtime` for one of several ranks; see `qat_lora.runtime.base.Runtime` for what each method promises.
 
     Attributes:

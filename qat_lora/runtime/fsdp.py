@@ -75,14 +75,14 @@ class FsdpRuntime(DistributedRuntime):
         others = [x for x in tensors if not isinstance(x, DTensor)]
         return (squares + super().joint_norm(others).to(self.device).square()).sqrt()
 
-    def whole(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """The tensor on the host, its parts put together from all ranks."""
-        return super().whole(x.full_tensor() if isinstance(x, DTensor) else x)
+        return super().gather(x.full_tensor() if isinstance(x, DTensor) else x)
 
-    def part_of(self, whole: Tensor, like: Tensor) -> Tensor:
+    def scatter_like(self, whole: Tensor, like: Tensor) -> Tensor:
         """Cut out of a whole tensor what this rank holds of `like`; nothing is sent."""
         if not isinstance(like, DTensor):
-            return super().part_of(whole, like)
+            return super().scatter_like(whole, like)
         whole = whole.to(like.device)
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 

@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from qat_lora.errors import ConfigError
 from qat_lora.files import write_atomically
-from qat_lora.runtime.base import Alone, CompiledGraph, MemoryUse, Phase
+from qat_lora.runtime.base import CompiledGraph, MemoryUse, Phase, SingleProcess
 from qat_lora.runtime.precision import precision_for
 from qat_lora.runtime.prefetch import prefetched
 
 
-class LocalRuntime(Alone):
+class LocalRuntime(SingleProcess):
     """`Runtime` for one local device; see `qat_lora.runtime.base.Runtime` for what each method promises."""
 
     static_graph = False

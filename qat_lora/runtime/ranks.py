@@ -20,7 +20,7 @@ class Control(Protocol):
     def barrier(self, tag: str) -> None:
         """Wait for every rank; raises DeviceError, naming the tag and who is missing, after a while."""
 
-    def agree(self, digest: bytes) -> bool:
+    def all_equal(self, digest: bytes) -> bool:
         """Whether the first eight bytes of every rank's digest are equal."""
 
 
@@ -45,16 +45,16 @@ class GlooControl:
                 f"({reason}); look at their messages first; a slow start may need a longer --barrier-timeout."
             ) from None
 
-    def agree(self, digest: bytes) -> bool:
+    def all_equal(self, digest: bytes) -> bool:
         """Whether the first eight bytes of every rank's digest are equal; a rank that is missing is told of first."""
-        self.barrier("agree")
+        self.barrier("all_equal")
         own = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)])
         found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(found, own, group=self._group)
         return all(torch.equal(other, own) for other in found)
 
 
-class AmongRanks:
+class RankedProcess:
     """The part of `Runtime` that one of several ranks shares whatever its device."""
 
     rank: int
@@ -64,12 +64,12 @@ class AmongRanks:
         """Wait for every rank; raises DeviceError, naming the tag and who is missing, after the timeout."""
         self.control.barrier(tag)
 
-    def agree(self, digest: Callable[[], bytes]) -> bool:
+    def all_equal(self, digest: Callable[[], bytes]) -> bool:
         """Whether the first eight bytes of every rank's digest are equal."""
-        return self.control.agree(digest())
+        return self.control.all_equal(digest())
 
     @contextlib.contextmanager
-    def first(self, tag: str) -> Iterator[None]:
+    def rank_zero_first(self, tag: str) -> Iterator[None]:
         """Let rank 0 do the block first, and the others after it."""
         if self.rank:
             self.barrier(tag)

@@ -208,7 +208,7 @@ def check_ranks_agree(opening: Opening, model: nn.Module) -> None:
 
     Before the model is placed: parts put together are the same on all ranks, whatever each of them was cut from.
     """
-    if not opening.runtime.agree(lambda: _digest(opening, model)):
+    if not opening.runtime.all_equal(lambda: _digest(opening, model)):
         raise CheckpointError(
             f"the ranks do not start from the same: their settings, caches, models, weights or steps differ at "
             f"{opening.run.output}; give all the same command, and folders that all of them see."

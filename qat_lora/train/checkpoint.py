@@ -91,10 +91,10 @@ def restore(state: TrainState, content: dict[str, Any], path: Path, runtime: Run
         )
     with torch.no_grad():
         for name, x in state.ema.items():
-            x.copy_(runtime.part_of(content["ema"][name], x))
+            x.copy_(runtime.scatter_like(content["ema"][name], x))
     own = state.optimizer.state_dict()
     moments = {
-        index: {name: runtime.part_of(x, own["state"][index][name]) for name, x in of_one.items()}
+        index: {name: runtime.scatter_like(x, own["state"][index][name]) for name, x in of_one.items()}
         for index, of_one in content["optimizer"]["state"].items()
     }
     # the groups are ours: how AdamW runs is a matter of this device
@@ -140,7 +140,7 @@ def _on_host(tensors: Mapping[Any, Tensor], runtime: Runtime) -> dict[Any, Tenso
     """The tensors, whole, on the rank that writes. All ranks ask for each, since its parts may lie on all of them."""
     found = {}
     for name, x in tensors.items():
-        whole = runtime.whole(x)
+        whole = runtime.gather(x)
         if runtime.rank == 0:
             found[name] = whole
     return found

@@ -118,7 +118,7 @@ def _keeps_activations(model: nn.Module, runtime: Runtime, tokens: int, sync: Sy
         needed *= _ONE_PROGRAM_KEEPS
     left_bytes = None if free_bytes is None else max(0, free_bytes - to_come_bytes)
     fits = left_bytes is None or needed < left_bytes / 2
-    all_agree = runtime.agree(lambda: bytes([fits]))
+    all_agree = runtime.all_equal(lambda: bytes([fits]))
     can_recompute = models.has_checkpointing(model)
     keeps = not can_recompute or (fits and all_agree)
     if not fits and not can_recompute:

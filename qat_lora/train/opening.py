@@ -70,7 +70,7 @@ class Opening:
         name = self.run.model or self.cache.manifest.teacher
         if isinstance(self.run, RecoveryRun) and not self.run.model and self.start is not None:
             name = self.start["identity"]["name"]
-        with self.runtime.first("model_download"):
+        with self.runtime.rank_zero_first("model_download"):
             return models.load(name)
 
     @functools.cached_property

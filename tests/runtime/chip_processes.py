@@ -58,8 +58,13 @@ def met(rank: int) -> list:
     """What the real control of the real runtime says."""
     runtime = xla_chips.ChipsRuntime(dtype="fp32", barrier_timeout=4)
     runtime.barrier("together")
-    found = [runtime.rank, runtime.world_size, runtime.agree(lambda: b"same"), runtime.agree(lambda: bytes([rank]))]
-    with runtime.first("in turn"):
+    found = [
+        runtime.rank,
+        runtime.world_size,
+        runtime.all_equal(lambda: b"same"),
+        runtime.all_equal(lambda: bytes([rank])),
+    ]
+    with runtime.rank_zero_first("in turn"):
         found.append(time.time())
         time.sleep(0.2)
     if rank == 1:

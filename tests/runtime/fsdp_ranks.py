@@ -84,11 +84,11 @@ def pieces(folder: str) -> dict:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = {
         "norm": runtime.joint_norm([*(p.grad for p in trained.values()), outside.grad]).item(),
-        "grads": {name: runtime.whole(p.grad).tolist() for name, p in trained.items()} | {"": outside.grad.tolist()},
+        "grads": {name: runtime.gather(p.grad).tolist() for name, p in trained.items()} | {"": outside.grad.tolist()},
         "round trip": all(
-            torch.equal(runtime.whole(runtime.part_of(wholes[name], p)), wholes[name])
-            and torch.equal(runtime.part_of(wholes[name], p), p.detach())
-            and runtime.part_of(wholes[name], p).device == p.device
+            torch.equal(runtime.gather(runtime.scatter_like(wholes[name], p)), wholes[name])
+            and torch.equal(runtime.scatter_like(wholes[name], p), p.detach())
+            and runtime.scatter_like(wholes[name], p).device == p.device
             for name, p in model.named_parameters()
         ),
         "whole": isinstance(model.embedding.weight, DTensor),

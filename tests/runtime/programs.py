@@ -1,10 +1,11 @@
 """Programs that the XLA tests run in processes of their own: torch_xla takes its device once, from the environment.
 
-They are forks (see `tests.runtime.forked`); python -m tests.runtime.programs NAME ARGUMENTS... prints a line of JSON.
+They are forks (see `tests.runtime.forked`); python -m tests.runtime.programs MODULE:NAME ARGUMENTS... prints JSON.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -39,10 +40,10 @@ def run_program(name: str, *arguments: object, module: str = __name__, **environ
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run_apart(name: str, *arguments: object, cwd: Path, **environment: str) -> dict[str, Any]:
-    """The same in a new process, in another folder."""
+def run_apart(name: str, *arguments: object, module: str = __name__, cwd: Path = ROOT, **environment: str) -> Any:
+    """The same in a new process: for another folder, for variables that are read at import, for ranks as threads."""
     settings = os.environ | {"PJRT_DEVICE": "CPU", "PYTHONPATH": str(ROOT), "XLA_FLAGS": XLA_FLAGS} | environment
-    command = [sys.executable, "-m", __name__, name, *map(str, arguments)]
+    command = [sys.executable, "-m", "tests.runtime.programs", f"{module}:{name}", *map(str, arguments)]
     done = subprocess.run(command, env=settings, capture_output=True, text=True, cwd=cwd, timeout=600)
     assert done.returncode == 0, f"exit code {done.returncode}: {done.stdout[-500:]}{done.stderr[-6000:]}"
     return json.loads(done.stdout.splitlines()[-1])
@@ -71,10 +72,41 @@ def outcome(result, runtime: Runtime) -> dict:
     }
 
 
+def host_reads(runtime: Runtime) -> list[float]:
+    """Is filled, from now on, with how often each training step reads from the device, deferred logging left out."""
+    from qat_lora.runtime.xla import device
+    from qat_lora.train import loop
+
+    found: list[float] = []
+    logged = [0.0]
+    step, call = loop.train_step, device._call
+
+    def reads() -> float:
+        metrics = runtime.metrics()
+        return metrics.get("aten::_local_scalar_dense", 0) + metrics.get("TransferFromDeviceTime.count", 0)
+
+    def counted_call(due: Any) -> None:
+        before = reads()
+        call(due)
+        logged[0] += reads() - before
+
+    def counted_step(*given: Any) -> Any:
+        before, logged[0] = reads(), 0.0
+        info = step(*given)
+        found.append(reads() - before - logged[0])
+        return info
+
+    loop.train_step, device._call = counted_step, counted_call
+    return found
+
+
 def train(cache: str, folder: str, student: str, sync: str) -> dict:
     """A whole recovery run on torch_xla's device."""
     runtime = runtime_for(PlaceConfig(device="tpu", dtype="fp32"), sync=sync)
-    return outcome(run_recovery(recovery(Path(cache), Path(folder), Path(student), sync), runtime), runtime)
+    reads = host_reads(runtime)
+    return {"host_reads": reads} | outcome(
+        run_recovery(recovery(Path(cache), Path(folder), Path(student), sync), runtime), runtime
+    )
 
 
 def resume(cache: str, folder: str, student: str) -> dict:
@@ -222,4 +254,6 @@ def training_hlo(folder: str) -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps(globals()[sys.argv[1]](*sys.argv[2:])))
+    module, name = sys.argv[1].split(":")
+    print(json.dumps(getattr(importlib.import_module(module), name)(*sys.argv[2:])), flush=True)
+    os._exit(0)  # threads of ranks may hang

@@ -45,8 +45,8 @@ def outcome(result, runtime: Runtime) -> dict:
         "rank": runtime.rank,
         "losses": [row["loss"] for row in result.losses.rows if row["loss"] == row["loss"]],
         "kl": [row["eval_kl"] for row in result.losses.rows if row["eval_kl"] == row["eval_kl"]],
-        "trained": {name: runtime.whole(p).flatten().tolist() for name, p in state.trained.items()},
-        "ema": {name: runtime.whole(x).flatten().tolist() for name, x in state.ema.items()},
+        "trained": {name: runtime.gather(p).flatten().tolist() for name, p in state.trained.items()},
+        "ema": {name: runtime.gather(x).flatten().tolist() for name, x in state.ema.items()},
         "grad_norms": [row["grad_norm"] for row in result.losses.rows if row["grad_norm"] == row["grad_norm"]],
         "reduced_bytes": getattr(runtime, "reduced_bytes", 0),
     }

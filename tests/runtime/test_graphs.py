@@ -13,8 +13,8 @@ import pytest
 from qat_lora.config import Sync
 from qat_lora.runtime.base import CompiledGraph, Phase
 from qat_lora.runtime.xla import graphs
-from qat_lora.runtime.xla.diary import PhaseDiary
 from qat_lora.runtime.xla.graphs import compile_log, cuts, parse_compilations
+from qat_lora.runtime.xla.phases import PhaseLog
 
 ALWAYS = {"set-up", "anchor rows", "evaluation", "cache"}
 ACTS = {"anchor forward", "forward", "anchor backward", "backward"}
@@ -160,8 +160,8 @@ def messages(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
-def enter(diary: PhaseDiary, phase: Phase, compiles=lambda: None) -> bool:
-    with diary.entry(phase) as first_time:
+def enter(phases: PhaseLog, phase: Phase, compiles=lambda: None) -> bool:
+    with phases.entry(phase) as first_time:
         compiles()
     return first_time
 
@@ -172,12 +172,12 @@ def test_each_phase_is_announced_once_and_its_compilations_are_counted(caplog) -
     def compiles(graphs: int):
         return lambda: count.__setitem__(0, count[0] + graphs)
 
-    diary = PhaseDiary(lambda: count[0], expectation="")
+    phases = PhaseLog(lambda: count[0], expectation="")
     with caplog.at_level(logging.INFO):
-        assert enter(diary, "forward", compiles(1))
-        assert enter(diary, "backward", compiles(2))
-        assert not enter(diary, "forward", compiles(5))
-        assert not enter(diary, "backward")
+        assert enter(phases, "forward", compiles(1))
+        assert enter(phases, "backward", compiles(2))
+        assert not enter(phases, "forward", compiles(5))
+        assert not enter(phases, "backward")
     said = messages(caplog)
     assert len(said) == 4
     assert said[0] == "compiling the forward graph ..."
@@ -187,28 +187,28 @@ def test_each_phase_is_announced_once_and_its_compilations_are_counted(caplog) -
 
 
 def test_the_announcement_comes_before_the_wait(caplog) -> None:
-    diary = PhaseDiary(lambda: 0, expectation="")
-    with caplog.at_level(logging.INFO), diary.entry("optimizer"):
+    phases = PhaseLog(lambda: 0, expectation="")
+    with caplog.at_level(logging.INFO), phases.entry("optimizer"):
         assert messages(caplog) == ["compiling the optimizer graph ..."]
 
 
 def test_what_to_expect_is_said_once_before_the_first_graph_of_a_step(caplog) -> None:
-    diary = PhaseDiary(lambda: 0, expectation="it takes a while")
+    phases = PhaseLog(lambda: 0, expectation="it takes a while")
     with caplog.at_level(logging.INFO):
         for phase in ("set-up", "anchor rows", "cache", "evaluation"):
-            enter(diary, phase)
+            enter(phases, phase)
         assert "it takes a while" not in messages(caplog)
         for phase in ("counts", "forward", "backward", "optimizer"):
-            enter(diary, phase)
+            enter(phases, phase)
     said = messages(caplog)
     assert said.count("it takes a while") == 1
     assert said.index("it takes a while") + 1 == said.index("compiling the counts graph ...")
 
 
 def test_a_phase_that_fails_is_not_announced_as_done(caplog) -> None:
-    diary = PhaseDiary(lambda: 0, expectation="")
+    phases = PhaseLog(lambda: 0, expectation="")
     with caplog.at_level(logging.INFO), contextlib.suppress(ZeroDivisionError):
-        enter(diary, "forward", lambda: 1 / 0)
+        enter(phases, "forward", lambda: 1 / 0)
     assert messages(caplog) == ["compiling the forward graph ..."]
 
 

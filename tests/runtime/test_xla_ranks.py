@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed"),
 ]
 TWO_DEVICES = {"CPU_NUM_DEVICES": "2", "PJRT_CPU_ASYNC_CLIENT": "0", "XLA_THREAD_POOL_SIZE": "16"}
-run_program = functools.partial(programs.run_program, module="tests.runtime.xla_ranks")
+run_program = functools.partial(programs.run_apart, module="tests.runtime.xla_ranks")
 
 
 @pytest.mark.parametrize(("stage", "sync"), [("recover", "phase"), ("qat", "step"), ("recover", "optimizer")])

@@ -50,7 +50,7 @@ class ThreadControl:
         with waiting():
             self._barrier.wait(timeout=120)
 
-    def agree(self, digest: bytes) -> bool:
+    def all_equal(self, digest: bytes) -> bool:
         self._digests[threading.get_ident()] = digest
         self.barrier("agree")
         agreed = len(set(self._digests.values())) == 1

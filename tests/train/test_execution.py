@@ -207,7 +207,7 @@ def test_layers_are_recomputed_on_every_rank_where_they_fit_on_some_only(teacher
     """Two ranks that trace different graphs would wait for each other's sums."""
 
     class OneOfTwo(Full):
-        def agree(self, digest) -> bool:
+        def all_equal(self, digest) -> bool:
             return digest() == bytes([self.others_fit])
 
     def is_recomputed(free: int, others_fit: bool) -> bool:

@@ -27,7 +27,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from qat_lora.config import Sync
 from qat_lora.errors import ConfigError, DeviceError
 from qat_lora.runtime.distributed import leave
-from qat_lora.runtime.ranks import AmongRanks, Control, GlooControl
+from qat_lora.runtime.ranks import Control, GlooControl, RankedProcess
 from qat_lora.runtime.xla.device import CHIPS_VARIABLE, XlaRuntime, why_absent
 
 # Parts of a host's chips that are a mesh of their own (chip n of a host is process n), as torch_xla reads them.
@@ -39,7 +39,7 @@ _LIMITING = (
 )
 
 
-class ChipsRuntime(AmongRanks, XlaRuntime):
+class ChipsRuntime(RankedProcess, XlaRuntime):
     """`Runtime` for one of several chips; see `qat_lora.runtime.base.Runtime` for what each method promises.
 
     Attributes:

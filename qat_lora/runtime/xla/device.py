@@ -25,12 +25,12 @@ from qat_lora.errors import DeviceError
 from qat_lora.files import write_atomically
 from qat_lora.models.lean import static_graph
 from qat_lora.models.lean.loops import Body, in_turn
-from qat_lora.runtime.base import Alone, CompiledGraph, MemoryUse, Phase
+from qat_lora.runtime.base import CompiledGraph, MemoryUse, Phase, SingleProcess
 from qat_lora.runtime.device import enable_transparent_hugepages, is_tpu_available
 from qat_lora.runtime.local import process_memory
 from qat_lora.runtime.precision import lower_frozen, precision_for
-from qat_lora.runtime.xla.diary import PhaseDiary
 from qat_lora.runtime.xla.graphs import compile_log, cuts, parse_compilations
+from qat_lora.runtime.xla.phases import PhaseLog
 from qat_lora.runtime.xla.scan import Step, as_numbers, scan_layers
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def why_absent() -> str:
     return ""
 
 
-class XlaRuntime(Alone):
+class XlaRuntime(SingleProcess):
     """`Runtime` for one XLA device; see `qat_lora.runtime.base.Runtime` for what each method promises."""
 
     static_graph = True
@@ -79,7 +79,7 @@ class XlaRuntime(Alone):
         from torch_xla.backends import get_mat_mul_precision, set_mat_mul_precision
 
         static_graph.register("xla", xm.optimization_barrier_)
-        self._begin()
+        self._configure()
         # A backward on a thread of autograd's own lets go of its last tensors a little later than it returns; what is
         # still alive when the graph is cut becomes an output of it, so the graphs would depend on timing.
         torch.autograd.set_multithreading_enabled(False)
@@ -104,11 +104,11 @@ class XlaRuntime(Alone):
         if get_mat_mul_precision() != wanted:
             with _quiet("torch_xla.backends"):  # it warns of setting this twice at the first time, too
                 set_mat_mul_precision(wanted)
-        self._diary = PhaseDiary(self.compiled, expectation=_EXPECTATION)
+        self._phase_log = PhaseLog(self.compiled, expectation=_EXPECTATION)
         self._later: list[tuple[Callable[..., None], tuple[Tensor, ...]]] = []
         self._phase_of: list[str] = [""] * self.compiled()
 
-    def _begin(self) -> None:
+    def _configure(self) -> None:
         """What must be said to torch_xla before its first computation: nothing for one device."""
 
     def mark_step(self, phase: Phase) -> None:
@@ -117,7 +117,7 @@ class XlaRuntime(Alone):
             return
         due, self._later = (self._later, []) if phase in ("optimizer", "evaluation", "set-up") else ([], self._later)
         self._note_compilations("a host read")
-        with self._diary.entry(phase) as first_time:
+        with self._phase_log.entry(phase) as first_time:
             self._execute(wait=first_time)
         self._note_compilations(phase)
         _call(due)
@@ -182,7 +182,7 @@ class XlaRuntime(Alone):
     def loop(self, body: Body, carry: list[Tensor], xs: list[Tensor], size: int) -> tuple[list[Tensor], list[Tensor]]:
         """A loop of the device over equal parts, as long as `size` or a little shorter; few rows are one part."""
         rows = xs[0].shape[0]
-        part = self._part(rows, size)
+        part = self._rows_per_turn(rows, size)
         if part == rows:
             return in_turn(body, carry, xs, size)
         dtypes = [x.dtype for x in (*carry, *xs)]
@@ -192,20 +192,20 @@ class XlaRuntime(Alone):
             last, outputs = body(given[: len(carry)], given[len(carry) :])
             return as_numbers(last), as_numbers(outputs)
 
-        parts = [self._in_parts(x, part) for x in as_numbers(xs)]
+        parts = [self._split_rows(x, part) for x in as_numbers(xs)]
         last, outputs = self._device_loop(step, as_numbers(carry), parts)
-        return last, [self._in_rows(output) for output in outputs]
+        return last, [self._join_rows(output) for output in outputs]
 
-    def _part(self, rows: int, size: int) -> int:
+    def _rows_per_turn(self, rows: int, size: int) -> int:
         """How many rows a turn of a loop takes; all where their number does not divide well, which is traced apart."""
         part = next(length for length in range(min(size, rows), 0, -1) if rows % length == 0)
         return rows if part < size // 4 else part
 
-    def _in_parts(self, x: Tensor, part: int) -> Tensor:
+    def _split_rows(self, x: Tensor, part: int) -> Tensor:
         """[rows, ...] -> [turns, part, ...]."""
         return x.unflatten(0, (-1, part))
 
-    def _in_rows(self, x: Tensor) -> Tensor:
+    def _join_rows(self, x: Tensor) -> Tensor:
         """The way back."""
         return x.flatten(0, 1)
 

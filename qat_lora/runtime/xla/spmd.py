@@ -47,7 +47,7 @@ class SpmdRuntime(XlaRuntime):
         self._mesh = self._spmd.Mesh(np.arange(self.devices), (self.devices,), (_AXIS,))
         self._input_sharding = _ByRows(self._spmd, self._mesh)
 
-    def _begin(self) -> None:
+    def _configure(self) -> None:
         import torch_xla.distributed.spmd as spmd
         import torch_xla.runtime as xr
 
@@ -90,22 +90,22 @@ class SpmdRuntime(XlaRuntime):
                     if tensor.shape == p.shape:
                         self._spread(tensor)
 
-    def part_of(self, whole: Tensor, like: Tensor) -> Tensor:
+    def scatter_like(self, whole: Tensor, like: Tensor) -> Tensor:
         """All of it, spread over the devices as a tensor of the model is."""
-        x = super().part_of(whole, like)
+        x = super().scatter_like(whole, like)
         self._spread(x)
         return x
 
-    def _part(self, rows: int, size: int) -> int:
+    def _rows_per_turn(self, rows: int, size: int) -> int:
         """A turn of a loop takes `size` rows of each device."""
-        return rows if rows % self.devices else self.devices * super()._part(rows // self.devices, size)
+        return rows if rows % self.devices else self.devices * super()._rows_per_turn(rows // self.devices, size)
 
-    def _in_parts(self, x: Tensor, part: int) -> Tensor:
+    def _split_rows(self, x: Tensor, part: int) -> Tensor:
         """[rows, ...] -> [turns, part, ...]: each turn has rows of every device, or they would work in turn."""
         own_parts = x.unflatten(0, (self.devices, -1, part // self.devices))
         return self._marked(own_parts.transpose(0, 1).flatten(1, 2), dim=1)
 
-    def _in_rows(self, x: Tensor) -> Tensor:
+    def _join_rows(self, x: Tensor) -> Tensor:
         own_parts = x.unflatten(1, (self.devices, -1))
         return self._marked(own_parts.transpose(0, 1).flatten(0, 2), dim=0)
 

@@ -12,7 +12,7 @@ from qat_lora.runtime.base import Phase
 log = logging.getLogger(__name__)
 
 
-class PhaseDiary:
+class PhaseLog:
     """Announces each phase the first time it is cut, and says afterwards what it took, compilation included."""
 
     def __init__(self, compiled: Callable[[], int], *, expectation: str) -> None:
