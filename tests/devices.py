@@ -65,7 +65,8 @@ class FakeCuda(contextlib.ExitStack):
             "set_device": _with_index, "synchronize": self._synchronize, "mem_get_info": self._memory,
             "max_memory_allocated": lambda device=None: 2**30, "memory_stats": lambda device=None: {},
             "memory_allocated": lambda device=None: 2**30, "reset_peak_memory_stats": lambda device=None: None,
-            "empty_cache": lambda: None, "is_bf16_supported": lambda *a, **k: True,
+            "empty_cache": lambda: None, "is_current_stream_capturing": lambda: False,
+            "is_bf16_supported": lambda *a, **k: True,
         }  # fmt: skip
         for name, fake in fakes.items():
             self.enter_context(mock.patch.object(torch.cuda, name, fake))
