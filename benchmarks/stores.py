@@ -50,6 +50,7 @@ CASES = (
     ),
     *(Case(f"top {k} + tail", {"top_k": k, "logprob_bits": 5}) for k in (12, 48)),
     Case("top 58 + tail, 4 bits", {"top_k": 58, "logprob_bits": 4}),
+    Case("top 58 + 16 draws of the tail, 4 bits", {"top_k": 58, "logprob_bits": 4, "tail_draws": 16}),
     *(Case(f"{n} draws", {"store": "sampled", "samples": n}) for n in (16, 32, 44, 50)),
 )
 
