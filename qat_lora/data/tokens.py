@@ -1,7 +1,7 @@
 """Sources that are token ids already: tensors in .pt, .npy and .safetensors files.
 
 Owns how such files are read and checked, and which of them are rows of the wanted length that stay as they are. Does
-not own the packing of all others (`blocks`).
+not own the packing of all others (`rows`).
 
 Legend: R rows, T positions of a row, N tokens.
 """
@@ -92,11 +92,6 @@ def token_documents(spec: str, *, vocab_size: int | None = None) -> Iterator[Tok
     for rows in map(read_tokens, find_files(spec)):
         for number, (ids_N, length) in enumerate(zip(rows.ids, rows.length_R.tolist(), strict=True), start=1):
             yield TokenDocument(f"{rows.path} row {number}", ids_N[:length], vocab_size)
-
-
-def rows_stay(spec: str, seq_len: int) -> bool:
-    """Whether a source is rows of ids, all `seq_len` tokens long; raises DataError as `read_tokens` does."""
-    return has_tokens(spec) and all(read_tokens(path).width == seq_len for path in find_files(spec))
 
 
 def given_rows(

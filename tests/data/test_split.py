@@ -133,7 +133,8 @@ def test_a_long_document_is_cut_into_sections_that_count_as_documents(packing):
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize(("texts", "max_rows"), [(["abcdefgh" * 4], None), (["ab" * 9, "cd" * 9], None),
-                                                 (["abcdefgh" * 99], 5), (["abc"] * 2 + ["xyz"], None)])  # fmt: skip
+                                                 (["abcdefgh" * 99], 5), (["abc"] * 2 + ["xyz"], None),
+                                                 ([f"{i:02d}" for i in range(100)], 10)])  # fmt: skip
 def test_a_tiny_source_has_rows_on_both_sides(packing, texts, max_rows):
     rows = pack(texts, ByteTokenizer(), 4, packing=packing, eval_fraction=0.001, max_rows=max_rows)
     assert rows.held_out_R.any() and not rows.held_out_R.all()
