@@ -115,7 +115,13 @@ def make_teacher(folder: Path, text_file: Path, *, seed: int) -> Path:
 
 
 def cache_run(teacher: Path, text: Path, output: Path, **settings) -> CacheRun:
-    defaults = {"seq_len": SEQ_LEN, "temperatures": (1.0, 2.0), "rows_per_shard": 16, "place": CPU}
+    defaults = {
+        "seq_len": SEQ_LEN,
+        "temperatures": (1.0, 2.0),
+        "rows_per_shard": 16,
+        "eval_fraction": 0.2,
+        "place": CPU,
+    }
     if settings.get("store", "topk") == "topk":
         defaults["top_k"] = 8
     return CacheRun(teacher=str(teacher), data=str(text), output=output, **(defaults | settings))
@@ -127,7 +133,7 @@ def qat_run(cache_dir: Path, output: Path, *, preset: str = "q2_g32", loop=None,
         scheme=scheme(preset),
         cache_dir=cache_dir,
         output=output,
-        loop=LoopConfig(**({"max_steps": 6, "batch_size": 4, "eval_rows": 8, "eval_fraction": 0.2} | (loop or {}))),
+        loop=LoopConfig(**({"max_steps": 6, "batch_size": 4, "eval_rows": 8} | (loop or {}))),
         **({"optim": OptimConfig(lr=2e-3, warmup_steps=2), "place": CPU} | settings),
     )
 
@@ -137,7 +143,7 @@ def recovery_run(cache_dir: Path, output: Path, checkpoint: Path, *, loop=None, 
         checkpoint=str(checkpoint),
         cache_dir=cache_dir,
         output=output,
-        loop=LoopConfig(**({"max_steps": 6, "batch_size": 4, "eval_rows": 8, "eval_fraction": 0.2} | (loop or {}))),
+        loop=LoopConfig(**({"max_steps": 6, "batch_size": 4, "eval_rows": 8} | (loop or {}))),
         **({"optim": OptimConfig(lr=2e-3, warmup_steps=2), "place": CPU} | settings),
     )
 

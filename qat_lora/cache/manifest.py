@@ -88,6 +88,7 @@ class CacheManifest:
         source: the text source as it was named; the digest decides.
         source_digest: digest of all token rows (`index.source_digest`).
         eval_fraction: about which share of the documents is held out, each row tagged; 0: no row has a tag.
+        bos: the ids before every document; None where that is not known: rows of ids as they were, converted caches.
         answers: whether each token has a bit that says if it belongs to an answer of a chat.
         store: what is stored of a distribution: its K most probable tokens and the mass of the rest; N draws from it;
             or all logits, which only tests can afford.
@@ -114,6 +115,7 @@ class CacheManifest:
     source: str
     source_digest: str
     eval_fraction: float = 0.0
+    bos: tuple[int, ...] | None = None
     answers: bool = False
     store: Store = "topk"
     temperatures: tuple[float, ...] = (1.0,)
@@ -169,6 +171,10 @@ class CacheManifest:
             raise ConfigError(
                 f"proposal_temperature must be above 0, but it is {self.proposal_temperature}; use 0.8 to 1.2."
             )
+        if self.bos is not None:
+            object.__setattr__(self, "bos", tuple(self.bos))
+            if any(not isinstance(i, int) or not 0 <= i < self.vocab_size for i in self.bos):
+                raise ConfigError(f"bos={self.bos} is not ids below {self.vocab_size}; give the tokenizer's own.")
         if not 0 <= self.eval_fraction < 1:
             raise ConfigError(f"eval_fraction must lie in [0, 1), but it is {self.eval_fraction}; use 0.05.")
         if self.rows_per_shard < 1:

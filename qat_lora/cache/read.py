@@ -42,7 +42,11 @@ _FIXES = {
     "vocab_size": "use the model that the cache was built for or build one for this model",
     "teacher_digest": "use the teacher that the cache was built from or build one from this teacher",
     "tokenizer_digest": "use the tokenizer that the cache was built with or build one with this tokenizer",
+    "bos": "the model expects these ids before every text: build the cache again with this version",
 }
+
+
+UNTAGGED_FRACTION = 0.05  # of rows that no build has divided into training and held-out documents
 
 
 class KDCacheDataset(Dataset[Batch]):
@@ -117,7 +121,7 @@ class KDCacheDataset(Dataset[Batch]):
             raise IndexError(f"row {row} of a split of {len(self)} rows")
         return {name: x[0] for name, x in self._read(self._rows[[row]]).items()}
 
-    def part(self, split: Split, eval_fraction: float) -> KDCacheDataset:
+    def part(self, split: Split, eval_fraction: float = UNTAGGED_FRACTION) -> KDCacheDataset:
         """Return one side of a split of this cache, which shares its files or memory."""
         other = copy.copy(self)
         other._rows = self._split_rows(split, eval_fraction)
@@ -188,6 +192,7 @@ class KDCacheDataset(Dataset[Batch]):
         tokenizer_size: int | None = None,
         teacher_digest: str | None = None,
         tokenizer_digest: str | None = None,
+        bos: tuple[int, ...] | None = None,
     ) -> None:
         """Raise CacheMismatch, showing both values, unless the cache serves what is given.
 
@@ -200,6 +205,7 @@ class KDCacheDataset(Dataset[Batch]):
             "seq_len": (seq_len, self.manifest.seq_len),
             "tokenizer_digest": (tokenizer_digest, self.manifest.tokenizer_digest),
             "teacher_digest": (teacher_digest, self.manifest.teacher_weights),
+            "bos": (None if self.manifest.bos is None else bos, self.manifest.bos),
         }
         if vocab_size not in (None, self.manifest.vocab_size):
             self._require_padding(vocab_size, tokenizer_size, tokenizer_digest)

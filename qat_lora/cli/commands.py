@@ -154,6 +154,7 @@ def _manifest(run: CacheRun, identity: models.Identity, rows: TokenRows, compute
         source=source_words(run.data, run.source),
         source_digest="",
         eval_fraction=run.eval_fraction,
+        bos=rows.bos,
         answers=rows.answer_RT is not None,
         store=run.store,
         temperatures=run.temperatures,

@@ -58,7 +58,7 @@ class CacheRun:
     temperatures: tuple[float, ...] = setting((1.0,), "temperatures that the cache can serve")
     max_rows: int = setting(0, "rows at most; 0 takes the whole text")
     eval_fraction: float = setting(
-        0.05, "share of the documents held out for evaluation while training; 0: none, and no run can train on it"
+        0.05, "share of the documents held out for evaluation while training; 0: none, runs hold out rows by content"
     )
     rows_per_shard: int = setting(256, "rows per shard file")
     build_batch_size: int = setting(8, "rows per teacher forward", "--batch-size")

@@ -21,7 +21,6 @@ class LoopConfig:
     eval_every: int = setting(100, "steps between two evaluations on held-out cache rows; 0: at start and end only")
     save_every: int = setting(100, "steps between two checkpoints; 0: at the end only")
     keep_last: int = setting(2, "numbered checkpoints kept beside best.pt and last.pt")
-    eval_fraction: float = setting(0.05, "share of the cache's rows held out for evaluation, chosen by row digest")
     eval_rows: int = setting(64, "at most this many held-out rows per evaluation")
     seed: int = setting(0, "seed of the row order, of dropout and of every initial value")
     preload: bool = setting(True, "read the whole cache into RAM and check its digests", "--preload")
@@ -39,4 +38,3 @@ class LoopConfig:
             check_range(self, name, at_least=0)
         check_range(self, "disk_cache_gb", at_least=0.0)
         check_range(self, "seed", below=2**32)  # what a NumPy seed can hold
-        check_range(self, "eval_fraction", above=0.0, below=1.0)

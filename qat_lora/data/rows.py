@@ -145,7 +145,7 @@ def _check_split(held_out: Array, eval_fraction: float) -> None:
     if eval_fraction and (held_out.all() or not held_out.any()):
         raise DataError(
             f"The source has no two rows of different documents, so eval_fraction={eval_fraction:g} can hold out none; "
-            "give more text, a smaller --seq-len or more --max-rows, or --eval-fraction 0 to hold out nothing."
+            "give more text, a smaller --seq-len or more --max-rows, or --eval-fraction 0 to let runs hold out rows."
         )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from qat_lora.config import QatRun, QuantScheme, RecoveryRun
+from qat_lora.data import bos_of
 from qat_lora.errors import CheckpointError, ConfigError
 from qat_lora.files import check_writable
 from qat_lora.settings import from_json, to_json
@@ -91,7 +92,7 @@ def the_start_can_be_read(opening: Opening) -> None:
 def the_cache_has_what_the_loss_needs(opening: Opening) -> None:
     """Its store, temperatures, row length and candidates."""
     cache, kd = opening.cache, opening.run.kd
-    check_serves(cache.manifest.target_spec, kd, has_answers=getattr(cache.manifest, "answers", False))
+    check_serves(cache.manifest.target_spec, kd, has_answers=cache.manifest.answers)
     cache.require(temperature=kd.temperature, seq_len=kd.seq_len or None, top_k=kd.top_k or None)
 
 
@@ -103,6 +104,7 @@ def the_model_is_the_caches(opening: Opening) -> None:
         tokenizer_size=identity.tokenizer_size,
         teacher_digest=identity.weights,
         tokenizer_digest=identity.tokenizer,
+        bos=bos_of(opening.loaded.tokenizer),
     )
     if manifest.teacher_quantization:
         log.info("the cache's teacher was quantised to %s", manifest.teacher_quantization)

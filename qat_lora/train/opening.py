@@ -85,4 +85,4 @@ class Opening:
 
     def _split(self, split: Literal["train", "eval"]) -> KDCacheDataset:
         cache = self.cache.for_vocabulary(self.loaded.identity.vocab_size)
-        return cache.part(split, self.run.loop.eval_fraction)
+        return cache.part(split)

@@ -67,7 +67,7 @@ def test_the_kl_in_a_checkpoint_is_that_of_the_student_in_it(
     assert [metrics["step"] for metrics in early] == [1, 2, 3]
     assert [metrics["held_out_kl"] is None for metrics in early] == [True, bool(ema_decay), True]
 
-    held_out = KDCacheDataset(cache_dir, preload=True).part("eval", run.loop.eval_fraction)
+    held_out = KDCacheDataset(cache_dir, preload=True).part("eval")
     measured = 0
     for path in (run.output / "best.pt", *run.output.glob("step-*.pt")):
         metrics = load_checkpoint(path)["metrics"]
