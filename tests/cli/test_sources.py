@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ from qat_lora import models
 from qat_lora.cache import KDCacheDataset
 from qat_lora.cli import evaluation
 from qat_lora.cli.main import main
-from qat_lora.config import EvalRun
-from qat_lora.errors import DataError
-from tests.conftest import SEQ_LEN
+from qat_lora.config import EvalRun, KDConfig
+from qat_lora.errors import CacheMismatch, ConfigError, DataError
+from qat_lora.runtime import LocalRuntime
+from qat_lora.train.run import run_qat
+from tests.conftest import SEQ_LEN, qat_run
 from tests.data.test_chat import IN_PROMPT
 
 CPU = "--device cpu --quiet"
@@ -200,3 +203,35 @@ def test_settings_reach_the_source_in_any_order(tmp_path, chats, teacher_dir):
     )
     assert plain.source_digest != by_set.source_digest == by_flag.source_digest
     assert by_flag.source == f"{chats} (shuffle_buffer=12, data_seed=3)"
+
+
+def test_a_cache_of_chats_knows_answers_and_held_out_documents_and_a_run_takes_both(tmp_path, chat_teacher, chats):
+    flags = ("--teacher", chat_teacher, "--data", chats, "--chat-template", "think", "--eval-fraction", 0.3)
+    manifest, rows = cached(tmp_path / "c", *flags)
+    assert manifest.answers and manifest.eval_fraction == 0.3 and manifest.bos == ()
+    cache = KDCacheDataset(tmp_path / "c")
+    tokenizer = models.load_tokenizer(chat_teacher)
+    answers = [
+        i for row in map(cache.__getitem__, range(len(cache))) for i in row["input_ids"][row["answer"] != 0].tolist()
+    ]
+    text = tokenizer.decode(answers, clean_up_tokenization_spaces=False)
+    assert text.count("jumps<|end|>") == 12 and "user" not in text and "quick" not in text
+    train, held_out = (KDCacheDataset(tmp_path / "c", split=split) for split in ("train", "eval"))
+    assert len(train) + len(held_out) == len(rows) and min(len(train), len(held_out)) > 0
+    run = qat_run(tmp_path / "c", tmp_path / "q", kd=KDConfig(loss_on="answers"), loop={"max_steps": 1})
+    assert run_qat(run, LocalRuntime("cpu")).state.step == 1
+    (tmp_path / "a.txt").write_text("the quick fox " * 40)
+    plain, _ = cached(tmp_path / "p", "--teacher", chat_teacher, "--data", tmp_path / "a.txt")
+    assert not plain.answers
+    with pytest.raises(ConfigError, match="loss_on='answers' needs to know .* use --loss-on all"):
+        run_qat(replace(run, cache_dir=tmp_path / "p", output=tmp_path / "r"), LocalRuntime("cpu"))
+
+
+def test_a_cache_without_the_bos_of_the_model_is_refused(tmp_path, teacher_dir, chats):
+    cached(tmp_path / "c", "--teacher", teacher_dir, "--data", chats)
+    cache = KDCacheDataset(tmp_path / "c")
+    cache.require(bos=())
+    with pytest.raises(CacheMismatch, match=r"has bos=\(\), but the run needs bos=\(1,\); the model expects these ids"):
+        cache.require(bos=(1,))
+    cache.manifest = replace(cache.manifest, bos=None)
+    cache.require(bos=(1,))  # rows of ids, converted caches: not known
