@@ -1,6 +1,8 @@
 # Everything sets itself up: `make demo` and `make test` need Python 3.11 and make, nothing else.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
+# Modules are compiled when they are first imported: most of what comes with torch never is.
+PIP_FLAGS := --quiet --disable-pip-version-check --no-compile
 # Processes of the suite; PYTEST_ARGS are added to every call of pytest.
 JOBS ?= logical
 PYTEST_ARGS ?=
@@ -96,20 +98,20 @@ venv-tpu: .venv-tpu/.ready
 # torch comes first and by version, so that every machine tests the same one.
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	.venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	.venv/bin/pip install $(PIP_FLAGS) "$(TORCH)"
+	.venv/bin/pip install $(PIP_FLAGS) -c constraints.txt -e ".[dev]"
 	@touch $@
 
 .venv-xla/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-xla
-	.venv-xla/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[xla,dev,notebook]"
-	! .venv-xla/bin/python $(FINDS_TPU) || .venv-xla/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[tpu]"
+	.venv-xla/bin/pip install $(PIP_FLAGS) -c constraints.txt -e ".[xla,dev,notebook]"
+	! .venv-xla/bin/python $(FINDS_TPU) || .venv-xla/bin/pip install $(PIP_FLAGS) -c constraints.txt -e ".[tpu]"
 	@touch $@
 
 # libtpu compiles for a TPU on a machine without one; benchmarks/tpu_compile.py makes the same by itself.
 .venv-tpu/.ready:
 	$(PYTHON) -m venv .venv-tpu
-	.venv-tpu/bin/pip install --quiet --disable-pip-version-check "jax[tpu]==0.10.2" "libtpu==0.0.42.1"
+	.venv-tpu/bin/pip install $(PIP_FLAGS) "jax[tpu]==0.10.2" "libtpu==0.0.42.1"
 	@touch $@
 
 clean:
