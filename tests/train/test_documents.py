@@ -222,7 +222,7 @@ def test_whole_runs_train_on_these_caches_and_resume_with_their_anchor(packing, 
     qat = run_qat(qat_run(cache, tmp_path / "qat", kd=kd), runtime)
     assert qat.state.last_kl < qat.state.first_kl
     execution = ExecutionConfig(gradient_checkpointing="on")
-    loop = {"max_steps": 5, "save_every": 1}
+    loop = {"max_steps": 12, "save_every": 3}
     run = recovery_run(cache, tmp_path / "rec", qat.best, kd=kd, execution=execution, loop=loop)
     whole = run_recovery(replace(run, output=tmp_path / "whole"), runtime)
     with pytest.raises(Stop):

@@ -239,7 +239,7 @@ def test_the_command_builds_at_a_url_what_it_builds_in_a_folder(tmp_path, teache
     for place in (tmp_path / "here", location(f"file://{tmp_path}/there")):
         commands.cache(cache_run(teacher_dir, text_file, place, max_rows=20, rows_per_shard=8))
     here, there = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("here", "there"))
-    assert here == there and len(here) == 4
+    assert here == there and len(here) == 5
 
 
 def test_a_cache_at_a_url_trains_the_same_student(tmp_path, cache_dir, runtime, monkeypatch) -> None:
