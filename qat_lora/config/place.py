@@ -30,7 +30,7 @@ class PlaceConfig:
     """Where a command runs and in which precision."""
 
     device: Device = setting("auto", "auto takes the best device there and says which")
-    allow_fallback: bool = setting(False, "go on with the CPU, with a warning, where the named device is absent")
+    allow_fallback: bool = setting(False, "continue on the CPU, with a warning, where the named device is absent")
     dtype: Dtype = setting("auto", "compute precision; auto: fp32 on CPU and MPS, bf16 on CUDA and TPU")
     threads: int = setting(0, "CPU threads; 0 leaves torch's own choice")
     barrier_timeout: int = setting(600, "seconds after which a rank gives up waiting for the others")
