@@ -106,6 +106,8 @@ def parse_value(hint: Any, value: Any, name: str) -> Any:
         if hint is Path and is_remote(value):
             raise ConfigError(f"{name} takes a folder of this machine, but got {str(value)!r}; only caches have URLs.")
         return Path(str(value)) if hint is Path else location(value) if hint == Location else str(value)
+    if hint == bool | None:
+        return None if value in (None, "auto") else parse_value(bool, value, name)
     if hint is bool:
         words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
         if str(value).lower() not in words:

@@ -46,7 +46,7 @@ def cache(run: CacheRun) -> CacheIndex:
         check_writable(location(run.output))
     placement = _placement(run, runtime)
     with runtime.rank_zero_first("model_download"):
-        loaded = models.load(run.teacher, placement=placement)
+        loaded = models.load(run.teacher, dtype=runtime.precision.compute, placement=placement)
     if placement is not None:
         log.info("teacher in %s: %s", placement.quantization or placement.dtype, places_of(loaded.model))
     _check_teacher(loaded, run, placement)

@@ -144,7 +144,7 @@ def add_flags(parser: Parser, run_class: type[AnyRun | AnyCacheRun]) -> None:
             continue
         text = given.get("help", "") + (": " + ", ".join(presets.SCHEMES) if path == "preset" else "")
         kind: dict[str, Any] = {"metavar": _metavar(hint, field.name)}
-        if hint is bool:
+        if hint in (bool, bool | None):
             kind = {"action": argparse.BooleanOptionalAction}
         names = [f"--{field.name.replace('_', '-')}", *given.get("flags", ())]
         group = path.split(".")[0] if "." in path else "run"

@@ -60,7 +60,7 @@ class CacheRun:
     eval_fraction: float = setting(
         0.05, "share of the documents held out for evaluation while training; 0: none, runs hold out rows by content"
     )
-    rows_per_shard: int = setting(256, "rows per shard file")
+    rows_per_shard: int = setting(0, "rows per shard file; 0: about 64 MB")
     build_batch_size: int = setting(8, "rows per teacher forward", "--batch-size")
     part: str = setting("", "i/n, from 1/n to n/n: build one of n parts, which copied into one folder are the cache")
     source: SourceConfig = SourceConfig()
@@ -68,10 +68,11 @@ class CacheRun:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        for name in ("top_k", "samples", "rows_per_shard", "build_batch_size"):
+        for name in ("top_k", "samples", "build_batch_size"):
             check_range(self, name, at_least=1)
         check_range(self, "seq_len", at_least=2)
         check_range(self, "max_rows", at_least=0)
+        check_range(self, "rows_per_shard", at_least=0)
         check_range(self, "eval_fraction", at_least=0.0, below=1.0)
         check_range(self, "proposal_temperature", above=0.0)
         check_range(self, "tail_draws", at_least=0)

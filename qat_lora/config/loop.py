@@ -23,7 +23,9 @@ class LoopConfig:
     keep_last: int = setting(2, "numbered checkpoints kept beside best.pt and last.pt")
     eval_rows: int = setting(64, "at most this many held-out rows per evaluation")
     seed: int = setting(0, "seed of the row order, of dropout and of every initial value")
-    preload: bool = setting(True, "read the whole cache into RAM and check its digests", "--preload")
+    preload: bool | None = setting(
+        None, "read the whole cache into RAM; auto: where all ranks of the host have the memory for it", "--preload"
+    )
     shuffle_shards: int = setting(
         0, "shuffle rows within so many shards at a time, for a cache larger than the disk; 0: over the whole cache"
     )

@@ -4,8 +4,8 @@
 
 It runs the command once, whole, for the files to compare with and so that all is imported; from then on each run is a
 fork, which starts in no time. A kill is SIGKILL at a moment drawn evenly from the time that a run takes, four of five
-times counted from the first record on, before which nothing is written. Half of the killed runs are killed again while
-they go on. Then one runs to its end, and every file must have the bytes that it has without kills.
+times counted from the manifest on, before which nothing is written. Half of the killed runs are killed again while
+they continue. Then one runs to its end, and every file must have the bytes that it has without kills.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Runs:
         return pid
 
     def timed(self) -> tuple[float, float]:
-        """Seconds until the first record of a run, and until its end."""
+        """Seconds until the manifest of a run, and until its end."""
         shutil.rmtree(self.output, ignore_errors=True)
         started, pid = time.perf_counter(), self.start()
         self.wait_for_record()
@@ -91,15 +91,9 @@ class Runs:
         files = [path for path in self.output.rglob("*") if path.is_file()]
         if any(path.suffix == ".tmp" for path in files):
             return "a file half written"
-        recorded = {
-            (path.parent, shard["file"])
-            for path in files
-            if path.name.startswith("manifest")
-            for shard in json.loads(path.read_text())["shards"]
-        }
-        if any(path.suffix == ".safetensors" and (path.parent, path.name) not in recorded for path in files):
-            return "a shard without a record"
-        return "shards and records" if recorded else "nothing or an empty record"
+        if any(path.name == "index.json" for path in files):
+            return "all"
+        return "shards" if any(path.suffix == ".safetensors" for path in files) else "nothing or a manifest"
 
 
 def contents(folder: Path) -> dict[str, bytes]:

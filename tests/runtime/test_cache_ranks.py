@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import time
@@ -34,7 +33,11 @@ def whole(inputs, tmp_path_factory) -> Path:
     """The cache as one process builds it."""
     folder = tmp_path_factory.mktemp("whole") / "cache"
     assert main(arguments(*inputs, folder)) == 0
-    assert sorted(contents(folder)) == ["manifest.json", *(f"shard-{i:05d}.safetensors" for i in range(7))]
+    assert sorted(contents(folder)) == [
+        "index.json",
+        "manifest.json",
+        *(f"shard-{i:05d}.safetensors" for i in range(7)),
+    ]
     return folder
 
 
@@ -85,7 +88,7 @@ def test_a_rank_without_a_shard_waits_for_the_others(inputs, tmp_path) -> None:
     done = by_ranks(3, *arguments(*inputs, tmp_path / "three", max_rows=10, barrier_timeout=60))
     assert done.returncode == 0 and time.monotonic() - started < 60, done.stderr[-3000:]
     assert contents(tmp_path / "three") == contents(tmp_path / "one")
-    assert len(contents(tmp_path / "one")) == 3, "two shards"
+    assert len(contents(tmp_path / "one")) == 4, "two shards"
 
 
 @pytest.mark.parametrize("lacking", [False, True])
@@ -94,8 +97,8 @@ def test_parts_in_one_folder_are_the_cache_and_building_makes_them_one(
 ) -> None:
     folder = together(parts[1:] if lacking else parts, tmp_path / "c")
     if not lacking:
-        assert "manifest.json" not in contents(folder)
-        assert {p.manifest.complete for p in (KDCacheDataset(folder), KDCacheDataset(whole))} == {True}
+        assert "index.json" not in contents(folder)
+        assert KDCacheDataset(folder).index == KDCacheDataset(whole).index
     times = {path: path.stat().st_mtime_ns for path in folder.glob("shard*")}
     assert len(times) == (4 if lacking else 7)
     assert main(arguments(*inputs, folder)) == 0
@@ -110,9 +113,8 @@ def test_a_part_says_what_it_is_and_what_remains(inputs, parts, tmp_path, capsys
         f"{tmp_path / 'c'}: part 3/3, 16 of {ROWS} rows of 24 tokens, top 8; "
         "copy the files of all 3 parts into one folder, which is the cache\n"
     )
-    names = ["manifest.part-3-of-3.json", "shard-00002.safetensors", "shard-00005.safetensors"]
+    names = ["manifest.json", "shard-00002.safetensors", "shard-00005.safetensors"]
     assert sorted(contents(tmp_path / "c")) == names
-    assert json.loads((tmp_path / "c" / names[0]).read_text())["complete"] is True
 
 
 def test_ranks_build_a_part_as_one_process_builds_it(inputs, parts, tmp_path) -> None:
@@ -139,14 +141,10 @@ def test_a_killed_job_goes_on_with_any_number_of_ranks_to_the_same_bytes(inputs,
     done = by_program(2, "killed", *inputs, tmp_path / "one")
     assert done.codes[1] == -signal.SIGKILL
     left = sorted(contents(tmp_path / "one"))
-    assert "manifest.rank-1.json" in left and any(name.startswith(".shard-00003.safetensors") for name in left)
-    recorded = {
-        shard["file"]
-        for path in (tmp_path / "one").glob("manifest.rank-*.json")
-        for shard in json.loads(path.read_text())["shards"]
-    }
+    assert "manifest.json" in left and any(name.startswith(".shard-00003.safetensors") for name in left)
+    recorded = {name for name in left if name.startswith("shard")}
     assert {"shard-00000.safetensors", "shard-00001.safetensors"} <= recorded < set(contents(whole))
-    with pytest.raises(Exception, match=f"interrupted after {len(recorded)} of 7 shards"):
+    with pytest.raises(Exception, match=f"has {len(recorded)} of 7 shards"):
         KDCacheDataset(tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "three")  # keeps the times of its files
     before = {name: (tmp_path / "one" / name).stat().st_mtime_ns for name in recorded}
