@@ -9,16 +9,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from qat_lora.cache import CacheWriter, KDCacheDataset, load_cache, load_manifest
+from qat_lora.cache import CacheWriter, KDCacheDataset, build_cache, load_cache, load_manifest
 from qat_lora.cache.manifest import SHARD_BYTES, sealed
+from qat_lora.cache.write import write_first
+from qat_lora.data import TokenRows
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError, OutputError
-from tests.cache.conftest import blocks_of, build, manifest_of
+from tests.cache.conftest import TinyTeacher, blocks_of, build, manifest_of
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -221,3 +224,47 @@ def test_ids_take_the_bits_that_the_vocabulary_needs_and_shards_have_a_bounded_s
 def test_settings_that_make_no_cache_are_refused(changes, words):
     with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
         manifest_of(blocks_of(2), **changes)
+
+
+def test_a_file_and_its_folder_are_synced(tmp_path, monkeypatch):
+    """Of a name that is not on the disk a power cut leaves nothing."""
+    synced, fsync = [], os.fsync
+
+    def noted(descriptor):
+        synced.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    assert write_first(tmp_path / "a", b"x")
+    assert synced == [(tmp_path / "a").stat().st_ino, tmp_path.stat().st_ino]
+
+
+def test_an_error_in_the_writing_thread_ends_the_build_at_once(tmp_path, monkeypatch):
+    teacher, blocks = TinyTeacher(), blocks_of(60)
+    writer = CacheWriter(tmp_path, manifest_of(blocks))
+    monkeypatch.setattr(writer, "write_encoded", lambda index, pieces: 1 / 0)
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError):
+        build_cache(teacher, teacher.head, blocks, writer, batch_size=3)
+    assert len(teacher.shapes) < 20 and threading.active_count() == before
+
+
+def test_draws_behind_the_end_of_a_row_are_blank(tmp_path):
+    build(tmp_path, rows=1, last_length=2, store="sampled", samples=4)
+    assert (KDCacheDataset(tmp_path)[0]["draw_ids"][2:] == 0).all()
+
+
+def test_tagged_rows_are_the_held_out_ones_and_answers_come_with_the_batch(tmp_path):
+    source = np.random.RandomState(0)
+    ids = source.randint(0, 29, (7, 5)).astype(np.int32)
+    held_out, answer = np.arange(7) % 3 == 1, source.rand(7, 5) < 0.5
+    rows = TokenRows(ids, np.full(7, 5, np.int32), None, held_out, answer)
+    build(tmp_path, blocks=rows, eval_fraction=0.3, answers=True)
+    for split, chosen in (("eval", held_out), ("train", ~held_out)):
+        for dataset in (
+            KDCacheDataset(tmp_path, split=split, preload=True),
+            KDCacheDataset(tmp_path, eval_fraction=0.9).part(split, 0.9),
+        ):
+            (batch,) = dataset.eval_batches(int(chosen.sum()))
+            assert batch["input_ids"].tolist() == ids[chosen].tolist()
+            assert batch["answer"].tolist() == answer[chosen].tolist()
