@@ -359,6 +359,13 @@ def test_ids_beyond_the_vocabulary(cache, name, value, preload):
         dataset[4]
 
 
+def test_draws_beyond_the_vocabulary(tmp_path):
+    build(tmp_path, store="sampled", samples=3)
+    edit_shard(tmp_path, 1, lambda fields: fields["draw_ids"][1, 0].__setitem__(2, VOCAB))
+    with pytest.raises(CacheError, match=f"Row 4 of .* draw_ids value {VOCAB}, but the vocabulary has {VOCAB}"):
+        KDCacheDataset(tmp_path)[4]
+
+
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize(
     ("settings", "name"),
