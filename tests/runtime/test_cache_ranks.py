@@ -104,7 +104,8 @@ def test_parts_in_one_folder_are_the_cache_and_building_makes_them_one(
     assert main(arguments(*inputs, folder)) == 0
     assert contents(folder) == contents(whole)
     assert {path: path.stat().st_mtime_ns for path in times} == times, "what is there is not built again"
-    assert capsys.readouterr().out == f"{folder}: {ROWS} rows of 24 tokens, top 8\n"
+    said = f"{folder}: {ROWS} rows of 24 tokens, top 8\nnext: qat-lora qat --cache-dir {folder}\n"
+    assert capsys.readouterr().out == said
 
 
 def test_a_part_says_what_it_is_and_what_remains(inputs, parts, tmp_path, capsys) -> None:
