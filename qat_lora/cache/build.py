@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qat_lora.cache.documents import document_positions
 from qat_lora.cache.manifest import Array, Arrays, CacheManifest
+from qat_lora.cache.positions import document_positions
 from qat_lora.cache.reduce import check_numbers, random_numbers, stored_of
 from qat_lora.cache.write import CacheWriter
 from qat_lora.data.rows import TokenRows

@@ -22,9 +22,9 @@ from torch.utils.data import Dataset
 
 from qat_lora.cache.codec import AS_STORED, decoded
 from qat_lora.cache.copies import DiskCache
-from qat_lora.cache.documents import document_positions
 from qat_lora.cache.index import fractions, load_cache
 from qat_lora.cache.manifest import Array, Arrays
+from qat_lora.cache.positions import document_positions
 from qat_lora.cache.remote import RemotePath, location
 from qat_lora.cache.shards import ShardReader, fits_in_memory
 from qat_lora.cache.vocabulary import differ_in_padding, without_ids_from

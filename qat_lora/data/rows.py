@@ -1,10 +1,7 @@
 """Token rows of one length: the form in which text reaches a teacher, and how documents are laid into it.
 
-Owns the three packings, the split into training and held-out rows, right padding, and the digest that says which rows
-these are. Does not own tokens (`encode`), nor the order in which training uses rows: that is the cache reader's.
-
-The split is by document, before packing: a held-out row never shares a document with a training row. The side of a
-document follows from its tokens alone. A long document is cut into sections, each of which counts as a document here.
+Owns the three packings, right padding, and the digest that says which rows these are. Does not own tokens (`encode`),
+which documents are held out (`split`), nor the order in which training uses rows: that is the cache reader's.
 
 Legend: R rows, T positions of a row, N tokens of a document.
 """
@@ -21,10 +18,8 @@ import numpy as np
 
 from qat_lora.config import Packing
 from qat_lora.data.encode import Array, Document, Tokens, bos_of, encoded, eos_of
+from qat_lora.data.split import check_split, section_rows, sides, split_documents
 from qat_lora.errors import ConfigError, DataError
-
-SECTION_ROWS = 64  # a longer document is cut, so that one long book has rows on both sides
-FEWEST_SECTIONS = 8  # of a source of fewer than 8 * 64 rows, in which sections are shorter
 
 
 @dataclass(frozen=True)
@@ -112,56 +107,15 @@ def pack(
             "of the model, and that the source holds text."
         )
     rows = min(-(-count // seq_len), max_rows or count)
-    pieces = _split(read, min(SECTION_ROWS, max(1, rows // FEWEST_SECTIONS)) * seq_len, eval_fraction)
+    pieces = split_documents(read, section_rows(rows) * seq_len, eval_fraction)
     whole = [(_with_ends(tokens, bos, eos), held_out) for tokens, held_out in pieces]
     laid = _laid_out(whole, seq_len, eos, is_padded=packing == "pad", max_rows=max_rows)
-    _check_split(laid.held_out_R, eval_fraction)
+    check_split(laid.held_out_R, eval_fraction)
     if packing != "documents":
         laid = dataclasses.replace(laid, starts_RT=None)
     if laid.answer_RT is not None and not laid.answer_RT.any():
         laid = dataclasses.replace(laid, answer_RT=None)
     return dataclasses.replace(laid, bos=bos)
-
-
-def sides(documents: Sequence[Array], eval_fraction: float) -> Array:
-    """Return ``[documents]`` bool, which are held out: those whose sha256, as a share of 2^256, is small.
-
-    At least one is, and at least one is not. Equal documents are on the same side.
-    """
-    digests = [hashlib.sha256(np.ascontiguousarray(ids_N, dtype="<i4").tobytes()).digest() for ids_N in documents]
-    shares = np.array([int.from_bytes(digest[:8], "big") / 2**64 for digest in digests])
-    held_out = shares < eval_fraction
-    if not eval_fraction:
-        return held_out
-    if not held_out.any():
-        held_out = shares == shares.min()
-    elif held_out.all():
-        held_out = shares < shares.max()
-    _check_split(held_out, eval_fraction)
-    return held_out
-
-
-def _check_split(held_out: Array, eval_fraction: float) -> None:
-    if eval_fraction and (held_out.all() or not held_out.any()):
-        raise DataError(
-            f"The source has no two rows of different documents, so eval_fraction={eval_fraction:g} can hold out none; "
-            "give more text, a smaller --seq-len or more --max-rows, or --eval-fraction 0 to let runs hold out rows."
-        )
-
-
-def _split(documents: Sequence[Tokens], section: int, eval_fraction: float) -> list[tuple[Tokens, bool]]:
-    """Documents in their order, each with its side; one is cut where the side of its sections changes."""
-    if not eval_fraction:
-        return [(tokens, False) for tokens in documents]
-    parts = [[tokens[i : i + section] for i in range(0, len(tokens), section)] for tokens in documents]
-    held_out = iter(sides([part.ids_N for cut in parts for part in cut], eval_fraction).tolist())
-    found: list[tuple[Tokens, bool]] = []
-    for tokens, cut in zip(documents, parts, strict=True):
-        of_parts = [next(held_out) for _ in cut]
-        turns = [i for i in range(len(cut)) if i == 0 or of_parts[i] != of_parts[i - 1]]
-        for first, stop in zip(turns, [*turns[1:], len(cut)], strict=True):
-            found.append((tokens[first * section : stop * section], of_parts[first]))
-    return found
 
 
 def _with_ends(tokens: Tokens, bos: tuple[int, ...], eos: int) -> Tokens:

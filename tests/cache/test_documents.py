@@ -17,7 +17,7 @@ from qat_lora.cache import (
     summarise,
 )
 from qat_lora.cache.codec import decoded, encoded
-from qat_lora.cache.documents import document_positions
+from qat_lora.cache.positions import document_positions
 from qat_lora.errors import CacheMismatch, ConfigError
 from qat_lora.kd import label_mask
 from tests.cache.blocks import Blocks

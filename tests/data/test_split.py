@@ -11,7 +11,7 @@ import transformers
 
 from qat_lora.config.source import SourceConfig
 from qat_lora.data import bos_of, pack, read_rows
-from qat_lora.data.rows import SECTION_ROWS
+from qat_lora.data.split import SECTION_ROWS
 from qat_lora.errors import DataError
 from qat_lora.evaluate import Stream, stream_windows, text_windows
 from tests.data.test_rows import EOS, ByteTokenizer

@@ -18,7 +18,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 def document_positions(starts_RT: Array) -> Array:
     """Return int64 [R, T]: how many tokens lie between a token and the last start at or before it.
 
-    `starts_RT` is bool; a row begins a document, or goes on with one from position 0, whatever its first bit says.
+    `starts_RT` is bool; a row begins a document, or continues one from position 0, whatever its first bit says.
     """
     place_T = np.arange(starts_RT.shape[1])
     return place_T - np.maximum.accumulate(np.where(starts_RT, place_T, 0), axis=1)
