@@ -18,6 +18,8 @@ from tests.conftest import qat_run
 from tests.runtime.cache_ranks import ROWS, arguments
 from tests.runtime.forked import Done, forked
 
+pytestmark = pytest.mark.ranks
+
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}

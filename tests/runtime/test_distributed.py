@@ -24,6 +24,7 @@ from tests.conftest import SEQ_LEN, cache_run, qat_run
 from tests.runtime import ranks
 from tests.runtime.forked import Done, forked
 
+pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
 
 
@@ -78,17 +79,6 @@ def test_ranks_hold_equal_bits_and_what_one_device_would_hold(
         assert first["trained"][name] == pytest.approx(values, abs=2e-3 * largest), name
     parameters = sum(len(values) for values in expected["trained"].values())
     assert first["reduced_bytes"] == ranks.STEPS * 4 * parameters, "gradients of what is trained, once per step"
-
-
-def test_a_gradient_that_was_accumulated_is_summed_once_and_others_are_left_alone(tmp_path) -> None:
-    found = on_ranks(2, tmp_path, "sums")
-    for rank, each in enumerate(found):
-        assert each["own"] == [1.0 + rank]
-        assert each["total"] == [3.0]
-        assert each["grad"] == [[4.5] * 3] * 2, "the mean of 3 and 6"
-        assert each["norm"] == pytest.approx((6 * 4.5**2 + 2 * 2.0**2) ** 0.5)
-        assert each["frozen"]
-        assert each["reduced_bytes"] == 4 * 8
 
 
 def test_a_barrier_that_is_not_reached_names_itself_and_who_is_missing(tmp_path) -> None:

@@ -18,9 +18,9 @@ from qat_lora.train.checkpoint import load_checkpoint
 from qat_lora.train.run import run_qat, run_recovery
 from qat_lora.train.student import load_student
 from tests.runtime import ranks
-from tests.runtime.fsdp_ranks import Blocks
 from tests.runtime.test_distributed import forked_in, on_ranks
 
+pytestmark = pytest.mark.ranks
 STAGES = {"qat": run_qat, "recover": run_recovery}
 RELATIVE = 1e-5  # of the largest entry of a tensor; about 1e-6 was seen, from sums in another order
 BACKWARDS = 2 * 2 * ranks.STEPS  # of two micro-batches per step, each with its anchor rows
@@ -127,32 +127,6 @@ def test_ranks_that_begin_from_different_weights_are_told(tmp_path, cache_dir, s
     for each in on_shared(2, tmp_path, "disagreeing", cache_dir, student, tmp_path / "other.pt"):
         assert each["error"].startswith("the ranks do not start from the same: their settings, caches, models, weights")
     assert not list((tmp_path / "run").glob("*"))
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_tensors_are_cut_up_and_put_together(world_size, tmp_path) -> None:
-    """Layers of 3 and 5 rows, so that some ranks hold less than others, or nothing."""
-    found = on_shared(world_size, tmp_path, "pieces")
-    model = Blocks()
-    losses = [
-        model(torch.tensor([1, (rank + shift) % 7])).square().sum() for rank in range(world_size) for shift in (0, 2)
-    ]
-    (sum(losses) / world_size).backward()
-    outside = torch.full((2,), sum(range(world_size)) * 2 / world_size)
-    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    norm = torch.nn.utils.get_total_norm([*grads.values(), outside])
-    padded = sum(-(-p.shape[0] // world_size) * world_size * p[0].numel() for p in grads.values())
-    for each in found:
-        assert each["round trip"]
-        assert each["told"], "of a part that is no number every rank is told"
-        assert not each["whole"], "what is frozen outside the layers stays as it is"
-        assert each["grads"].pop("") == outside.tolist()
-        for name, grad in grads.items():
-            torch.testing.assert_close(torch.tensor(each["grads"][name]), grad, rtol=1e-5, atol=1e-5)
-        assert each["norm"] == found[0]["norm"] == pytest.approx(norm.item(), rel=1e-6)
-        assert each["reduced_bytes"] == [2 * 4 * padded, 2 * 4 * padded + 4 * 2]
-        for name, p in grads.items():
-            assert each["held"][name] == -(-p.shape[0] // world_size) * p[0].numel(), name
 
 
 def _shapes(content: dict[str, Any]) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -18,6 +18,7 @@ from tests.conftest import cache_run
 from tests.runtime.reading_ranks import SEED, Case, Rows
 from tests.runtime.test_distributed import on_ranks
 
+pytestmark = pytest.mark.ranks
 ROWS_PER_STEP = 8
 # name -> (rows, rows per shard): 37 divides by no number of ranks and rows; 5 and 3 are fewer than a batch of two ranks
 SHAPES = {"1 shard": (37, 37), "3 shards": (37, 13), "5 shards": (37, 8), "few rows": (5, 2), "fewest rows": (3, 1)}
