@@ -8,7 +8,6 @@ the threads that fetch ahead. Does not own what is read out of a shard (`shards`
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
@@ -16,10 +15,12 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from qat_lora.cache.index import Shard, check_shard
 from qat_lora.cache.remote import RemotePath
@@ -103,7 +104,7 @@ class DiskCache:
         """The copy, made by whoever comes first; the others wait for it."""
         path = self.path(folder, record)
         try:
-            with self._alone(record.sha256[:2]):
+            with self._locked(record.sha256[:3]):  # 4,096 locks: two shards rarely share one
                 if not anew and (there := self.found(folder, record)) is not None:
                     return there
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +135,7 @@ class DiskCache:
                 f"The disk cache may hold {self.limit_bytes / 1e9:g} GB, but {record.file} has "
                 f"{record.size_bytes / 1e9:g} GB; raise --disk-cache-gb (or {LIMIT_GB})."
             )
-        with self._alone("room"), self._lock:
+        with self._locked("room"), self._lock:
             self._coming += record.size_bytes
             held = self._held()
             room = self._room(held)
@@ -161,14 +162,11 @@ class DiskCache:
                     held.append((stat.st_mtime_ns, stat.st_size, path))
         return held
 
-    @contextlib.contextmanager
-    def _alone(self, name: str) -> Iterator[None]:
-        """Let one thread of one process at a time do what has this name; a killed one lets go."""
+    def _locked(self, name: str) -> FileLock:
+        """Let one thread of one process at a time do what has this name; the lock of a killed one is free."""
         folder = self.home / "locks"
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / name).open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        return FileLock(folder / name, is_singleton=False)
 
 
 class ShardFetcher:

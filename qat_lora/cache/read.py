@@ -286,6 +286,11 @@ class KDCacheDataset(Dataset[Batch]):
         else:
             of_rows = fractions(self.index.row_keys())
             is_eval = of_rows < eval_fraction
+            logger.info(
+                "%s does not tag held-out rows, so they are chosen by the digest of rows: a held-out row may share a "
+                "document with a training row; build a cache with --eval-fraction to split by document",
+                self.path,
+            )
             if eval_fraction:  # a small cache may have no row below: it holds out the lowest
                 is_eval[of_rows.argmin()] = True
         chosen = rows[is_eval if split == "eval" else ~is_eval]

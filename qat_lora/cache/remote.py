@@ -187,14 +187,6 @@ def location(spec: str | files.Location) -> Place:
     return RemotePath(place.url) if isinstance(place, files.Url) else place
 
 
-def write_whole(path: Place, data: bytes) -> None:
-    """Write a file whole or not at all; OutputError, DiskFull or RemoteError where it cannot be."""
-    if isinstance(path, RemotePath):
-        path.write_bytes(data)
-    else:
-        files.write_atomically(path, lambda stream: stream.write(data))
-
-
 def file_sizes(folder: Place) -> dict[str, int]:
     """Name -> bytes of the files in a folder; empty where there is no such folder."""
     return folder.sizes() if isinstance(folder, RemotePath) else files.file_sizes(folder)

@@ -22,7 +22,7 @@ from qat_lora.cache.codec import AS_STORED, encoded, joined, sums_of
 from qat_lora.cache.copies import DiskCache
 from qat_lora.cache.index import INDEX_NAME, CacheIndex, Shard, check_shard, load_cache, scan, shard_file
 from qat_lora.cache.manifest import MANIFEST_NAME, WHOLE, Array, Arrays, CacheManifest, Part, sealed, shard_name
-from qat_lora.cache.remote import Place, RemotePath, check_writable, file_sizes, location, write_whole
+from qat_lora.cache.remote import Place, RemotePath, check_writable, file_sizes, location
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError, DiskFull, OutputError
 from qat_lora.files import Location, sync_folder, unwritable
 
@@ -125,7 +125,10 @@ class CacheWriter:
             )
         path = self.directory / INDEX_NAME
         if index.complete and (not path.exists() or path.read_bytes() != index.content()):
-            write_whole(path, index.content())
+            if isinstance(path, RemotePath):
+                path.write_bytes(index.content())
+            else:
+                write_first(path, index.content(), replace=True)
         if index.complete and isinstance(self.directory, RemotePath):
             for left in self.directory.glob(".*.tmp"):  # of killed builders: nobody needs what is not there yet
                 left.unlink(missing_ok=True)

@@ -268,3 +268,15 @@ def test_tagged_rows_are_the_held_out_ones_and_answers_come_with_the_batch(tmp_p
             (batch,) = dataset.eval_batches(int(chosen.sum()))
             assert batch["input_ids"].tolist() == ids[chosen].tolist()
             assert batch["answer"].tolist() == answer[chosen].tolist()
+
+
+def test_an_index_that_a_kill_left_half_written_is_removed_like_a_shard(tmp_path, monkeypatch):
+    """Its temporary file has a name that says whose it is; under another one it would stay in the folder for ever."""
+    names, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (names.append(Path(a).name), replace(a, b)))
+    build(tmp_path / "c")
+    (name,) = [name for name in names if name.startswith(".index.json.")]
+    left = tmp_path / "c" / name.replace(f".{os.getpid()}.", f".{2**22 + 5}.")  # of a process that cannot be
+    left.write_bytes(b"half an index")
+    build(tmp_path / "c")
+    assert not left.exists()

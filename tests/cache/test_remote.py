@@ -8,7 +8,7 @@ import fsspec
 import pytest
 
 from qat_lora.cache import remote
-from qat_lora.cache.remote import RemotePath, check_writable, file_sizes, location, sha256_of, write_whole
+from qat_lora.cache.remote import RemotePath, check_writable, file_sizes, location, sha256_of
 from qat_lora.cli.flags import run_from
 from qat_lora.cli.main import RUNS, _parser, main
 from qat_lora.config import QatRun, RecoveryRun
@@ -70,8 +70,8 @@ def test_other_outputs_stay_on_this_machine(argv, capsys) -> None:
 
 def test_what_is_written_is_read_back_listed_and_deleted(folder, tmp_path) -> None:
     assert not folder.exists() and file_sizes(folder) == {} and list(folder.glob("*")) == []
-    write_whole(folder / "a.json", b'{\n  "x": 1\n}\n')
-    write_whole(folder / "b.bin", b"0123456789")
+    (folder / "a.json").write_bytes(b'{\n  "x": 1\n}\n')
+    (folder / "b.bin").write_bytes(b"0123456789")
     (folder / "c.bin").write_bytes(b"uploaded")
     assert file_sizes(folder) == {"a.json": 13, "b.bin": 10, "c.bin": 8}
     assert [str(p) for p in folder.glob("*.bin")] == [f"{folder}/b.bin", f"{folder}/c.bin"]

@@ -9,11 +9,13 @@ from safetensors.numpy import load_file
 from qat_lora.cache import (
     CacheWriter,
     Part,
+    load_manifest,
     summarise,
     verify,
 )
+from qat_lora.cache.codec import decoded
 from qat_lora.errors import CacheError
-from tests.cache.conftest import build
+from tests.cache.conftest import TinyTeacher, blocks_of, build
 from tests.cache.test_parts import BLOCKS, ROWS, build_part, manifest_of, run, writer_of
 
 
@@ -90,3 +92,34 @@ def test_a_lost_or_cut_shard_is_one_sentence(folder) -> None:
         verify(folder)
     run(writer_of(folder))
     verify(folder)
+
+
+def test_what_the_grid_costs_is_that_of_the_levels_that_are_stored(tmp_path) -> None:
+    """1/2 sum_k p (1 - p) d^2 / 12, d the distance of the levels beside each candidate's, at every valid position."""
+    build(tmp_path / "c", rows=ROWS, logprob_bits=5)
+    manifest, costs = load_manifest(tmp_path / "c"), []
+    for path in sorted((tmp_path / "c").glob("shard-*")):
+        fields = decoded(manifest, load_file(path))
+        for row, length in enumerate(fields["lengths"]):
+            for t in range(length):
+                cost = 0.0
+                for level, logp in zip(fields["levels"][row, t], fields["topk_logprobs"][row, t, 1:], strict=True):
+                    below, above = max(int(level) - 1, 0), int(level) + 1
+                    distance = float(fields["largest_gap"][row, t]) * (above**2 - below**2) / 31**2 / (above - below)
+                    p = np.exp(np.float64(logp))
+                    cost += p * (1 - p) * distance**2 / 24 if level < 31 else 0.0
+                costs.append(cost)
+    assert np.mean(costs) > 1e-6
+    assert summarise(tmp_path / "c").grid_kl == pytest.approx(np.mean(costs), rel=1e-4)
+
+
+def test_the_entropy_of_a_sampled_cache_is_the_teachers_at_temperature_1(tmp_path) -> None:
+    blocks, teacher = blocks_of(ROWS, last_length=3), TinyTeacher()
+    for temperatures in ((1.0, 4.0), (1.0, 0.5, 2.0)):
+        folder = tmp_path / str(len(temperatures))
+        build(folder, blocks=blocks, store="sampled", top_k=0, samples=8, temperatures=temperatures)
+        z = teacher.head(teacher(blocks.input_ids_RT.long())).numpy().astype(np.float64)
+        p = np.exp(z - np.log(np.exp(z).sum(-1, keepdims=True)))
+        is_token = np.arange(z.shape[1]) < blocks.lengths_R.numpy()[:, None]
+        wanted = -(p * np.log(p)).sum(-1)[is_token].mean()
+        assert summarise(folder).entropy == pytest.approx(wanted, rel=1e-3), "in float16"

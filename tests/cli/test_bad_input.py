@@ -184,9 +184,11 @@ def test_a_part_that_is_missing(refused, tmp_path, teacher_dir, text_file) -> No
     argv = built_part(tmp_path / "c", teacher_dir, text_file, "1/3")
     built_part(tmp_path / "c", teacher_dir, text_file, "3/3")
     refused("qat", "--cache-dir", tmp_path / "c", "--output", tmp_path / "out",
-            names=(str(tmp_path / "c"), "part 2/3 is missing", "--part"))  # fmt: skip
+            names=(str(tmp_path / "c"), "2 of 3 shards and lacks 1", "copy the files of all parts"))  # fmt: skip
     assert main([str(a) for a in (*argv, "--device", "cpu")]) == 0
-    refused(*argv, "--part", "2/3", names=(str(tmp_path / "c"), "whole cache", "without --part"))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "c").iterdir()}
+    assert main([str(a) for a in (*argv, "--device", "cpu", "--part", "2/3")]) == 0
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "c").iterdir()} == before, "there is nothing to do"
 
 
 def test_parts_of_two_caches(refused, tmp_path, teacher_dir, text_file) -> None:
@@ -194,8 +196,8 @@ def test_parts_of_two_caches(refused, tmp_path, teacher_dir, text_file) -> None:
     built_part(tmp_path / "other", teacher_dir, text_file, "2/2", top_k=5)
     shutil.copytree(tmp_path / "other", tmp_path / "c", dirs_exist_ok=True)
     refused("qat", "--cache-dir", tmp_path / "c", "--output", tmp_path / "out",
-            names=("manifest.part-1-of-2.json", "manifest.part-2-of-2.json", "top_k: 8 there, 5 here"))  # fmt: skip
-    refused(*argv, names=("manifest.part-2-of-2.json", "top_k: there 5, asked for 8", "--output"))
+            names=(".safetensors", "of another KD cache", "delete it to have it built"))  # fmt: skip
+    refused(*argv, names=("manifest.json", "top_k: there 5, asked for 8", "--output"))
 
 
 @pytest.mark.parametrize("size", [0, -32, "x"])
