@@ -65,7 +65,7 @@ def demo(
     write_report(output / "report.png", rows, {"qat": qat.losses.rows, "recovery": recovery.losses.rows})
     rich_print(fidelity_table(rows, title=f"embedded teacher, {preset}, held-out text"))
     minutes = (time.perf_counter() - started) / 60
-    rich_print(f"{output}/fidelity.json, {output}/report.png, {exported}  ({minutes:.1f} min)")
+    print(f"{output}/fidelity.json, {output}/report.png, {exported}  ({minutes:.1f} min)")  # a path is never wrapped
     return rows
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from rich.table import Table
 
 from qat_lora.cache import CacheSummary
-from qat_lora.files import Location
 
 _NORMALIZERS = {
     "estimated": "log-sum-exp and tail are estimates from uniform samples: see source",
@@ -13,10 +12,10 @@ _NORMALIZERS = {
 }
 
 
-def cache_table(directory: Location, summary: CacheSummary) -> Table:
+def cache_table(summary: CacheSummary) -> Table:
     """What `qat-lora cache info` prints: one line per fact."""
     index, manifest = summary.index, summary.index.manifest
-    table = Table(title=str(directory), show_header=False, title_justify="left")
+    table = Table(show_header=False)
     of_how_many = ", on average" if manifest.store == "sampled" else ""
     state = "complete" if index.complete else f"unfinished: {len(index.shards)} of {manifest.shard_count} shards"
     how = f" in {manifest.teacher_quantization}" if manifest.teacher_quantization else ""

@@ -59,7 +59,9 @@ def _info(args: argparse.Namespace) -> None:
 
     directory = location(args.directory)
     index = verify(directory) if args.verify else None  # first, since it names all that is damaged
-    rich_print(cache_table(directory, summarise(directory)))
+    summary = summarise(directory)
+    print(directory)  # a path is never wrapped
+    rich_print(cache_table(summary))
     if index is not None:
         print(f"{directory}: {len(index.shards)} shards, every byte as recorded")
 

@@ -23,7 +23,7 @@ def fidelity_table(rows: Sequence[Fidelity], title: str = "") -> Table:
     """A rich table: stage, bits per weight with adapters apart, perplexity, KL in nats per token, top-1, size."""
     from rich.table import Table
 
-    table = Table(title=title or None)
+    table = Table(title=title or None, pad_edge=False)  # fits 80 columns
     table.add_column("stage", overflow="fold")
     adapted = any(row.adapter_bits for row in rows)
     for name in ("bits + adapters" if adapted else "bits", "ppl", "KL", "top-1", "MB"):

@@ -15,6 +15,7 @@ from qat_lora import models
 from qat_lora.cli.evaluation import measure_rows
 from qat_lora.cli.main import main
 from qat_lora.config import EvalRun, presets
+from qat_lora.data import corpus
 from qat_lora.runtime import LocalRuntime
 from qat_lora.train.student import round_to_nearest
 
@@ -199,12 +200,15 @@ def test_the_scripts_are_the_commands(script, command) -> None:
     assert f"usage: qat-lora {command}" in done.stdout
 
 
-def test_the_demo_in_short(tmp_path, capsys) -> None:
-    """Every stage, file and column of the demo; its numbers are judged by tests/test_bars.py."""
+def test_the_demo_in_short(tmp_path, capsys, monkeypatch) -> None:
+    """Every stage, file and column of the demo, on a tenth of its corpus; tests/test_bars.py judges its numbers."""
+    paths = corpus._source_paths(corpus.stdlib_folder())
+    monkeypatch.setattr(corpus, "_source_paths", lambda folder: paths[::10])
+    monkeypatch.setattr(corpus, "_documents", corpus._documents.__wrapped__)  # nothing stays for other tests
     (tmp_path / "demo" / "qat").mkdir(parents=True)
     for left in ("demo.json", "qat/last.pt"):  # of an earlier demo, which is made anew
         (tmp_path / "demo" / left).write_text("{}")
-    run(f"demo --output {tmp_path}/demo --steps-factor 0.02 --rows-factor 0.02 {CPU}")
+    run(f"demo --output {tmp_path}/demo --steps-factor 0.006 --rows-factor 0.02 {CPU}")
     rows = json.loads((tmp_path / "demo" / "fidelity.json").read_text())
     assert [row["stage"] for row in rows] == ["teacher", "rtn", "qat", "qat+lora", "exported (reloaded)"]
     teacher, rtn, qat, recovered, exported = rows
@@ -214,7 +218,7 @@ def test_the_demo_in_short(tmp_path, capsys) -> None:
         assert recovered[key] == exported[key], "the export is not the student"
     assert (tmp_path / "demo" / "report.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert "fidelity.json" in printed and "exported" in printed
+    assert f"{tmp_path}/demo/fidelity.json, {tmp_path}/demo/report.png, {tmp_path}/demo/export" in printed
 
 
 def test_a_cache_is_described_and_verified(tmp_path, teacher_dir, text_file, capsys) -> None:
