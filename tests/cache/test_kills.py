@@ -1,6 +1,6 @@
 """kill -9 at random moments of real commands: whoever runs them again gets the bytes of a run that nobody killed.
 
-`make kills` kills 200 builds, and a quarter as many of each act; KILLS and KILL_SEED change how many, and which moments.
+`make kills` kills 200 builds, and a quarter as many of each act; KILLS says how many, KILL_SEED which moments.
 """
 
 from __future__ import annotations
