@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fnmatch
-import hashlib
 import logging
 import os
 import time
@@ -195,16 +194,6 @@ def file_sizes(folder: Place) -> dict[str, int]:
 def check_writable(folder: Place) -> None:
     """Prove, before the long work, that files can be written in a folder, and leave no trace."""
     folder.check_writable() if isinstance(folder, RemotePath) else files.check_writable(folder)
-
-
-def sha256_of(path: Place) -> str:
-    """Hex sha256 of a file's bytes."""
-    if not isinstance(path, RemotePath):
-        return files.sha256_file(path)
-    digest = hashlib.sha256()
-    for chunk in path.chunks():
-        digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _line(error: BaseException) -> str:

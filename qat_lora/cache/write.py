@@ -20,7 +20,7 @@ import numpy as np
 
 from qat_lora.cache.codec import AS_STORED, encoded, joined, sums_of
 from qat_lora.cache.copies import DiskCache
-from qat_lora.cache.index import INDEX_NAME, CacheIndex, Shard, check_shard, load_cache, scan, shard_file
+from qat_lora.cache.index import INDEX_NAME, CacheIndex, Shard, check_shard, load_cache, read_header, scan, shard_file
 from qat_lora.cache.manifest import MANIFEST_NAME, WHOLE, Array, Arrays, CacheManifest, Part, sealed, shard_name
 from qat_lora.cache.remote import Place, RemotePath, check_writable, file_sizes, location
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError, DiskFull, OutputError
@@ -62,8 +62,9 @@ class CacheWriter:
         self.manifest = self._opened(manifest)
         everything = part.shards(manifest.shard_count)
         self.indices, self.rounds = list(everything[rank::world_size]), -(-len(everything) // world_size)
+        listed = file_sizes(self.directory)  # before the scan: what another builder finishes meanwhile is sound
         self._shards = {shard.file: shard for shard in scan(self.directory, self.manifest)}
-        self._unsound = file_sizes(self.directory).keys() - self._shards.keys()
+        self._unsound = listed.keys() - self._shards.keys()
         self.missing = [index for index in self.indices if shard_name(index) not in self._shards]
         if 0 < len(self.missing) < len(self.indices):
             logger.info("%d of %d shards are in %s", len(self._shards), manifest.shard_count, self.directory)
@@ -81,8 +82,16 @@ class CacheWriter:
 
     def is_there(self, index: int) -> bool:
         """Whether a shard has come, maybe from another builder, since this writer was made."""
-        name = shard_name(index)
-        return name not in self._unsound and (self.directory / name).exists()
+        path = self.directory / shard_name(index)
+        if path.name in self._unsound:  # another builder may have replaced it
+            try:
+                read_header(path, self.manifest, index, file_sizes(self.directory).get(path.name, 0))
+            except CacheMismatch:
+                raise
+            except CacheError:
+                return False
+            self._unsound.discard(path.name)
+        return path.exists()
 
     def encode(self, fields: Arrays) -> tuple[dict[str, Array], dict[str, Array]]:
         """Some rows as they are stored, and their sums: what `write_encoded` takes pieces of."""
@@ -136,12 +145,13 @@ class CacheWriter:
 
     def _write(self, shard: Shard, content: bytes) -> None:
         path = self.directory / shard.file
+        if self.is_there(shard.index):
+            return
         try:
             if isinstance(path, RemotePath):
-                if shard.file in self._unsound or not path.exists():
-                    path.write_bytes(content)
-                    with contextlib.suppress(ConfigError, OutputError):  # training may soon want it
-                        DiskCache().put(path.parent, shard, content)
+                path.write_bytes(content)
+                with contextlib.suppress(ConfigError, OutputError):  # training may soon want it
+                    DiskCache().put(path.parent, shard, content)
             elif write_first(path, content, replace=shard.file in self._unsound):
                 self._shards[shard.file] = shard
         except DiskFull:

@@ -9,7 +9,8 @@ import socket
 
 import pytest
 
-from qat_lora.cache import CacheWriter, KDCacheDataset, Part, build_cache, load_cache, verify
+from qat_lora.cache import CacheWriter, KDCacheDataset, Part, build_cache, load_cache, verify, write
+from qat_lora.cache.index import scan
 from qat_lora.cache.manifest import WHOLE
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from tests.cache.conftest import TinyTeacher, blocks_of, build, manifest_of
@@ -106,6 +107,32 @@ def test_of_two_builders_that_round_otherwise_the_first_file_stays_and_the_cache
         writer.finish()
         verify(tmp_path)
         KDCacheDataset(tmp_path, preload=True)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_another_builder_finishes_while_a_folder_is_scanned_stays(tmp_path, monkeypatch, damaged):
+    """New shards, or one in the place of a damaged file: both were not sound when the scan began."""
+    other, rounded = writer_of(tmp_path), TinyTeacher()
+    rounded.embedding_VH = rounded.embedding_VH * (1 + 1e-6)
+    path = tmp_path / "shard-00000.safetensors"
+    if damaged:
+        path.write_bytes(b"no shard")
+        other = writer_of(tmp_path)
+
+    def scan_and_wait(*given):
+        monkeypatch.undo()
+        found = scan(*given)
+        build_cache(rounded, rounded.head, BLOCKS, other, batch_size=2, chunk_tokens=4)
+        other.finish()
+        return found
+
+    monkeypatch.setattr(write, "scan", scan_and_wait)
+    writer = writer_of(tmp_path)
+    before = contents(tmp_path)
+    assert writer.missing == [0, 1, 2, 3, 4] and path.stat().st_size > 100
+    run(writer)
+    assert contents(tmp_path) == before
+    verify(tmp_path)
 
 
 @pytest.mark.parametrize("seed", range(12))
