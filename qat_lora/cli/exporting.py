@@ -35,7 +35,7 @@ def export(run: ExportRun) -> Path:
     student, scheme = load_student(loaded, Path(run.checkpoint))
     facts = Facts(
         teacher=content["identity"]["name"],
-        checkpoint=run.checkpoint,
+        checkpoint="/".join(Path(run.checkpoint).resolve().parts[-2:]),  # no path of this machine
         scheme=_words(scheme, content["run"].get("preset", "")),
         size=size_of(student, stored_bits=loaded.stored_bits),
         data=str(content["cache"].get("source", "not recorded")),

@@ -17,7 +17,9 @@ it. A training text is right where it is this prompt and this answer:
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import logging
 import re
 from collections.abc import Sequence
@@ -41,10 +43,12 @@ class ChatText(str):
     Attributes:
         answers: from which character to which before, one pair for each answer, its end of turn included.
         ends_with_answer: the text ends with an answer without an end of turn, for which eos stands.
+        chat: says which chat this is, where it is written as several texts; else empty.
     """
 
     answers: Spans = ()
     ends_with_answer: bool = False
+    chat: bytes = b""
 
     @classmethod
     def of(cls, text: str, answers: Spans, *, ends_with_answer: bool = False) -> ChatText:
@@ -102,6 +106,10 @@ class ChatRenderer:
             self._log_once(
                 logging.INFO, "%s reads the same with and without thinking; such chats are written once", place
             )
+        if len(texts) > 1:
+            chat = hashlib.sha256(json.dumps(list(messages), sort_keys=True).encode()).digest()
+            for text in texts:
+                text.chat = chat
         return texts
 
     def _text(self, messages: Sequence[Message], thinking: bool, place: str) -> ChatText:

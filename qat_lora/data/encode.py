@@ -48,11 +48,13 @@ class Tokens:
         ids_N: ``[N]`` integers.
         answer_N: ``[N]`` bool, tokens that an assistant wrote; None where the document is no chat.
         eos_is_answer: the eos that will stand behind the document is an assistant's end of turn.
+        chat: equal for the texts that are written of one chat; else empty.
     """
 
     ids_N: Array
     answer_N: Array | None = None
     eos_is_answer: bool = False
+    chat: bytes = b""
 
     def __len__(self) -> int:
         return len(self.ids_N)
@@ -60,7 +62,7 @@ class Tokens:
     def __getitem__(self, part: slice) -> Tokens:
         is_end = part.stop is None or part.stop >= len(self)
         answer_N = None if self.answer_N is None else self.answer_N[part]
-        return Tokens(self.ids_N[part], answer_N, self.eos_is_answer and is_end)
+        return Tokens(self.ids_N[part], answer_N, self.eos_is_answer and is_end, self.chat)
 
 
 def bos_of(tokenizer: Any) -> tuple[int, ...]:
@@ -104,7 +106,8 @@ def encoded(
             tokens = _without_ends(tokens, bos, eos)
             _check_vocabulary(tokens.ids_N, vocab_size)
             if len(tokens):
-                yield Tokens(tokens.ids_N.astype(np.int32), tokens.answer_N, tokens.eos_is_answer)
+                chat = getattr(document, "chat", b"")
+                yield Tokens(tokens.ids_N.astype(np.int32), tokens.answer_N, tokens.eos_is_answer, chat)
 
 
 def _without_ends(tokens: Tokens, bos: tuple[int, ...], eos: int) -> Tokens:

@@ -1,7 +1,8 @@
 """Which documents are held out for evaluation, decided before rows are packed.
 
 The split is by document: a held-out row never shares a document with a training row. The side of a document follows
-from its tokens alone. A long document is cut into sections, each of which counts as a document here.
+from its tokens alone. A long document is cut into sections, each of which counts as a document here: one long book has
+rows on both sides, and shares no section between them. Texts that are written of one chat are on one side.
 
 Legend: N tokens of a document.
 """
@@ -9,6 +10,7 @@ Legend: N tokens of a document.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,7 +32,8 @@ def split_documents(documents: Sequence[Tokens], section: int, eval_fraction: fl
     if not eval_fraction:
         return [(tokens, False) for tokens in documents]
     parts = [[tokens[i : i + section] for i in range(0, len(tokens), section)] for tokens in documents]
-    held_out = iter(sides([part.ids_N for cut in parts for part in cut], eval_fraction).tolist())
+    flat = [part for cut in parts for part in cut]
+    held_out = iter(sides([part.ids_N for part in flat], eval_fraction, chats=[part.chat for part in flat]).tolist())
     found: list[tuple[Tokens, bool]] = []
     for tokens, cut in zip(documents, parts, strict=True):
         of_parts = [next(held_out) for _ in cut]
@@ -40,12 +43,13 @@ def split_documents(documents: Sequence[Tokens], section: int, eval_fraction: fl
     return found
 
 
-def sides(documents: Sequence[Array], eval_fraction: float) -> Array:
+def sides(documents: Sequence[Array], eval_fraction: float, *, chats: Sequence[bytes] = ()) -> Array:
     """Return ``[documents]`` bool, which are held out: those whose sha256, as a share of 2^256, is small.
 
-    At least one is, and at least one is not. Equal documents are on the same side.
+    At least one is, and at least one is not. Equal documents are on the same side, and so are those of one chat.
     """
     digests = [hashlib.sha256(np.ascontiguousarray(ids_N, dtype="<i4").tobytes()).digest() for ids_N in documents]
+    digests = [chat or digest for chat, digest in itertools.zip_longest(chats, digests)]
     shares = np.array([int.from_bytes(digest[:8], "big") / 2**64 for digest in digests])
     held_out = shares < eval_fraction
     if not eval_fraction:

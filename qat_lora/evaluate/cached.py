@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from qat_lora import models
+from qat_lora.errors import DataError
 from qat_lora.kd import (
     Target,
     TargetSpec,
@@ -59,9 +61,16 @@ def cached_kl(
         runtime.mark_step("evaluation")
     model.train(was_training)
     sums = runtime.all_reduce_sum(torch.stack([total, count]))
-    mean = sums[0] / sums[1].clamp(min=1)
+    mean = sums[0] / sums[1]
     runtime.mark_step("evaluation")  # a sum over ranks runs at a cut, which all of them come to
-    return mean.item()
+    value = mean.item()
+    if math.isnan(value) and not sums[1].item():
+        what = "predictions of an answer" if answers_only else "predictions"
+        raise DataError(
+            f"the evaluated held-out rows hold no {what}, so there is no held-out KL; raise --eval-rows, or build the "
+            "cache with a larger --eval-fraction."
+        )
+    return value
 
 
 def _chunk_kl(logits_CV: Tensor, *given: Tensor, kind: type[Target], picked: Tensor | None = None) -> Tensor:

@@ -27,7 +27,7 @@ _SENTENCES = {
     "beside this one, and on no other model: on the full-precision model they load without an error and are wrong.",
     "adapter alone": "Recovery adapters of a quantised student, without the rounded weights that they belong on. They "
     "belong on no other model: on the full-precision model they load without an error and are wrong. Make their base "
-    "first, in this folder:",
+    "first, in the folder that holds the run's, and move the folder `dequantized` into this one:",
 }
 
 
@@ -37,7 +37,7 @@ class Facts:
 
     Attributes:
         teacher: name of the full-precision model.
-        checkpoint: the file that was exported, as it was given.
+        checkpoint: the file that was exported, as its run's folder and its name.
         scheme: the form of the weights, in words.
         size: bits per weight, adapters apart.
         data: the text of the cache that it was trained on.

@@ -44,7 +44,7 @@ def run_facts(
         "kind": run.command,
         "run": to_json(run),
         "identity": asdict(identity),
-        "cache": manifest.identity(),
+        "cache": {**manifest.identity(), "source": manifest.source},
         **provenance,
         "scheme": to_json(scheme),
         "world_size": runtime.world_size * runtime.devices,

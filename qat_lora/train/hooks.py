@@ -28,9 +28,13 @@ class EvalHook:
         runtime: Runtime,
         *,
         every: int,
+        other_rows: bool = False,
     ) -> None:
-        """`evaluate` returns the KL of the model as it is; `save_best` writes best.pt."""
-        self.every = every
+        """`evaluate` returns the KL of the model as it is; `save_best` writes best.pt.
+
+        `other_rows`: a resumed run evaluates other rows than before, whose KLs do not compare with the best so far.
+        """
+        self.every, self._other_rows = every, other_rows
         self._evaluate, self._losses, self._save_best = evaluate, losses, save_best
         self._speed, self._runtime = speed, runtime
 
@@ -41,7 +45,11 @@ class EvalHook:
         """
         if state.evaluated_step >= 0:
             with swapped_in(state.ema, state.trained, self._runtime):
-                log.info("step %d held-out KL %.4f, resumed", state.step, self._evaluate(state))
+                kl = self._evaluate(state)
+            log.info("step %d held-out KL %.4f, resumed", state.step, kl)
+            if self._other_rows:
+                log.info("other held-out rows than before: best.pt stays until a KL is below %.4f", kl)
+                state.best_kl = state.last_kl = kl
         else:
             self._run(state)
             state.first_kl = state.last_kl

@@ -50,6 +50,13 @@ class Opening:
             return None
         return load_checkpoint(self.start_path, kind=self.run.command if self.is_resumed else QatRun.command)
 
+    @property
+    def has_other_eval_rows(self) -> bool:
+        """Whether a resumed run evaluates another number of held-out rows than before."""
+        if not self.is_resumed or self.start is None:
+            return False
+        return bool(self.start["run"]["loop"]["eval_rows"] != self.run.loop.eval_rows)
+
     @functools.cached_property
     def cache(self) -> KDCacheDataset:
         """The whole cache, with all the ids that its teacher has."""

@@ -202,7 +202,9 @@ def _hooks(
     remedy = f"{another_run(run)} and a lower --lr"
     return [
         LogHook(losses, speed, runtime, every=loop.log_every, total=loop.max_steps, remedy=remedy),
-        EvalHook(evaluate, losses, save_best, speed, runtime, every=loop.eval_every),
+        EvalHook(
+            evaluate, losses, save_best, speed, runtime, every=loop.eval_every, other_rows=opening.has_other_eval_rows
+        ),
         CheckpointHook(save, speed, runtime, every=loop.save_every, remedy=remedy),
         MemoryHook(output / "memory.jsonl", runtime, level=run.execution.mem_debug, every=loop.log_every),
     ]

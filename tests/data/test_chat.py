@@ -215,3 +215,10 @@ def test_a_mask_by_hand(tmp_path):
     path.write_text('{"text": "Hi"}\n' + json.dumps({"instruction": "And", "output": "Ho"}))
     mixed = pack(read_texts(str(path), SourceConfig(), made), made, 8)
     assert mixed.answer_RT.astype(int).tolist() == [[0, 0, 0, 1, 1, 0, 0, 0]], "a text has no answers"
+
+
+def test_the_two_texts_of_a_chat_know_that_they_are_of_one_chat():
+    first, other = texts(IN_ANSWER, "both", QUESTION, THOUGHT), texts(IN_ANSWER, "both", QUESTION, TAGGED)
+    assert first[0].chat and first[0].chat == first[1].chat
+    assert {x.chat for x in first}.isdisjoint(x.chat for x in other)
+    assert texts(IN_ANSWER, "think", QUESTION, THOUGHT)[0].chat == b"", "a text alone is its own document"

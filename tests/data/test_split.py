@@ -11,6 +11,7 @@ import transformers
 
 from qat_lora.config.source import SourceConfig
 from qat_lora.data import bos_of, pack, read_rows
+from qat_lora.data.chat import ChatText
 from qat_lora.data.split import SECTION_ROWS
 from qat_lora.errors import DataError
 from qat_lora.evaluate import Stream, stream_windows, text_windows
@@ -201,3 +202,23 @@ def test_windows_by_hand():
     plain = stream_windows(Stream.of(documents, ()), 4)
     assert plain.input_ids_RT.tolist() == [[1, 4, 5, 6], [7, 8, 0, 1], [9, 0, 0, 0]]
     assert plain.counted_RT.int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 0], [1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_the_texts_of_one_chat_are_on_one_side_whatever_their_length(packing):
+    """With and without thinking the answer is the same, so one of them in training shows the other."""
+    texts = []
+    for number in range(1, 101):
+        for repeated in (1, 40):  # the longer one is over a section, and is not cut
+            text = ChatText.of(chr(1000 + number) * repeated, ())
+            text.chat = bytes([number]) * 8
+            texts.append(text)
+    rows = pack(texts, ByteTokenizer(), 4, packing=packing, eval_fraction=0.3, max_rows=None)
+    found: dict[int, set[bool]] = {}
+    for ids, n, side in zip(rows.input_ids_RT, rows.length_R, rows.held_out_R, strict=True):
+        for token in set(ids[:n].tolist()) - {EOS}:
+            found.setdefault(token, set()).add(bool(side))
+    assert len(found) == 100 and {frozenset(sides) for sides in found.values()} == {
+        frozenset([True]),
+        frozenset([False]),
+    }

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
 
 from qat_lora import models
+from qat_lora.errors import DataError
 from qat_lora.evaluate import (
     Fidelity,
     Stream,
+    cached_kl,
     fidelity_table,
     measure,
     read_fidelity,
@@ -23,6 +26,7 @@ from qat_lora.evaluate import (
     whole_windows,
     write_fidelity,
 )
+from qat_lora.runtime import LocalRuntime
 from tests.conftest import VOCAB
 from tests.tolerances import ORACLE_FLOAT32
 
@@ -135,3 +139,9 @@ def test_the_table_fits_80_columns_and_keeps_the_adapters_bits_apart() -> None:
     text = console.file.getvalue()
     assert "32.00 + 2.04" in text and "bits + adapters" in text and "12345.67" in text and " 2.51 " in text
     assert len(text.splitlines()) == 3 + len(rows) + 1, "no line of it wraps"
+
+
+def test_held_out_rows_without_an_answer_have_no_kl() -> None:
+    """It would be 0.0, which nothing is below: best.pt would stay what the run began with."""
+    with pytest.raises(DataError, match="hold no predictions of an answer, so there is no held-out KL; raise"):
+        cached_kl(nn.Identity(), [], None, runtime=LocalRuntime("cpu"), chunk_tokens=8, answers_only=True)

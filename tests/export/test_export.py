@@ -98,8 +98,10 @@ def test_an_adapter_alone_says_which_base_to_make(runs, tmp_path, teacher_dir, m
     assert command in named, "what a loader is told is what a person is told"
     with pytest.raises((OSError, ValueError)):
         AutoModelForCausalLM.from_pretrained(alone)
-    monkeypatch.chdir(alone)
+    assert str(tmp_path) not in (alone / "README.md").read_text() + named, "a path of this machine"
+    monkeypatch.chdir(recovered.parent.parent)
     assert main([*command.split()[1:], "--quiet"]) == 0
+    shutil.move(recovered.parent.parent / "dequantized", alone / "dequantized")
     ids = probe_ids(VOCAB)
     expected = probe_logits(student_of(teacher_dir, recovered), ids)
     assert torch.equal(probe_logits(model_of_the_card(alone, monkeypatch), ids), expected)
@@ -127,7 +129,12 @@ def test_a_card_names_the_base_the_bits_the_text_and_what_was_measured(runs, tmp
     assert "base_model" not in front_matter(folder), "a folder of this machine is no name for others"
     card = (folder / "README.md").read_text()
     bits = f"{row['bits_per_weight'] - row['adapter_bits']:.2f} + {row['adapter_bits']:.2f} adapters"
-    for words in (bits, text_file.name, teacher_dir.name, f"| {row['perplexity']:.2f} | {row['kl']:.4f} |"):
+    for words in (
+        bits,
+        f"- trained on: {text_file}\n",
+        teacher_dir.name,
+        f"| {row['perplexity']:.2f} | {row['kl']:.4f} |",
+    ):
         assert words in card, words
     (run / "fidelity.json").write_text(json.dumps([row | {"step": 99}]))  # of another step of that run
     shutil.rmtree(folder)

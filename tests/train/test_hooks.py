@@ -153,3 +153,19 @@ def test_a_resumed_run_evaluates_before_its_first_step_and_records_nothing(tmp_p
     hook.start(state)
     assert calls == [1]
     assert (state.last_kl, state.evaluated_step, read(tmp_path / "loss.csv")) == (0.25, 4, [])
+
+
+def test_other_held_out_rows_begin_a_comparison_of_their_own(tmp_path, state) -> None:
+    """KLs of other rows do not compare: what is best so far stays until it is beaten on the rows of now."""
+    state.step, state.evaluated_step, state.best_step, state.best_kl = 4, 4, 2, 0.5
+    series, best = iter([0.9, 0.8, 0.85]), []
+    hook = EvalHook(
+        lambda s: next(series), LossLog(tmp_path / "loss.csv"), lambda s: best.append(s.step), SpeedHook(CPU), CPU,
+        every=1, other_rows=True,
+    )  # fmt: skip
+    hook.start(state)
+    assert (state.best_kl, state.best_step, best) == (0.9, 2, [])
+    for step in (5, 6):
+        state.step = step
+        hook.after_step(state, info(step))
+    assert (state.best_kl, state.best_step, best) == (0.8, 5, [5])

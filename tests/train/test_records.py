@@ -127,11 +127,16 @@ def test_these_settings_may_change_on_resumption_and_no_others(run) -> None:
     assert "loop.seed" in refused and len(free) > 15
 
 
-def test_how_much_is_evaluated_and_at_once_may_change_on_resumption(tmp_path, cache_dir, runtime) -> None:
+def test_how_much_is_evaluated_and_at_once_may_change_on_resumption(tmp_path, cache_dir, runtime, caplog) -> None:
     run = qat_run(cache_dir, tmp_path / "qat", loop=LOOP)
     run_qat(run, runtime)
-    changed = replace(run, kd=replace(run.kd, chunk_tokens=16), loop=replace(run.loop, eval_rows=4, max_steps=4))
-    assert run_qat(changed, runtime, launch="resume").state.step == 4
+    more = replace(run, kd=replace(run.kd, chunk_tokens=16), loop=replace(run.loop, max_steps=4))
+    with caplog.at_level(logging.INFO):
+        run_qat(more, runtime, launch="resume")
+        assert "other held-out rows" not in caplog.text
+        fewer = replace(more, loop=replace(more.loop, eval_rows=4, max_steps=5))
+        assert run_qat(fewer, runtime, launch="resume").state.step == 5
+        assert "other held-out rows than before: best.pt stays until a KL is below" in caplog.text
 
 
 def advised(message: str) -> Path:
