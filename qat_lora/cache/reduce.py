@@ -23,6 +23,7 @@ from qat_lora.kd.draws import draw, ratio_codes, uniforms
 
 # float16 holds it, exp of it is 0: a token that the teacher forbids (logit -inf) stays a finite number.
 LEAST_LOGPROB = -1.0e4
+NEAR_NUMBERS = 2**17  # half a megabyte
 
 
 def stored_of(
@@ -89,7 +90,7 @@ def topk_rows(logits_SV: Tensor, k: int, temperatures: Sequence[float]) -> dict[
     logp = {}
     for t in dict.fromkeys((1.0, *temperatures)):
         scaled_SV = logits_SV if t == 1.0 else logits_SV / t
-        logp[t] = below_SK / t - F.cross_entropy(scaled_SV, ids_SK[:, 0], reduction="none")[:, None]
+        logp[t] = below_SK / t - _surprise(scaled_SV, ids_SK[:, 0])[:, None]
     # k = V has no tail, and rounding must not invent one
     has_tail = float(k < logits_SV.shape[-1])
     tails = [(1.0 - logp[t].exp().sum(-1)).clamp(min=0.0) * has_tail for t in temperatures]
@@ -98,6 +99,13 @@ def topk_rows(logits_SV: Tensor, k: int, temperatures: Sequence[float]) -> dict[
         "topk_logprobs": logp[1.0].clamp(min=LEAST_LOGPROB),
         "tail": torch.stack(tails, dim=-1),
     }
+
+
+def _surprise(logits_SV: Tensor, ids_S: Tensor) -> Tensor:
+    """-log softmax at one id of each row. On a CPU some rows at a time, whose exponentials stay near the processor."""
+    rows = max(1, NEAR_NUMBERS // logits_SV.shape[1]) if logits_SV.device.type == "cpu" else len(logits_SV)
+    pairs = zip(logits_SV.split(rows), ids_S.split(rows), strict=True)
+    return torch.cat([F.cross_entropy(z, ids, reduction="none") for z, ids in pairs])
 
 
 def drawn_rows(

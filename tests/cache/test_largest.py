@@ -21,12 +21,23 @@ def test_values_descend_and_are_those_of_a_sort(rows, columns, k, most, threads,
     assert columns_SK.dtype == torch.int64 and torch.equal(x_SV.gather(-1, columns_SK), values_SK)
 
 
-def test_forbidden_tokens_and_equal_ones_are_columns_of_their_own() -> None:
-    x_SV = torch.full((2, 50), -torch.inf)
+@pytest.mark.parametrize("columns", [50, 203])
+def test_forbidden_tokens_and_equal_ones_are_columns_of_their_own(columns) -> None:
+    x_SV = torch.full((2, columns), -torch.inf)
     x_SV[:, 3:9] = 1.0
     values_SK, columns_SK = largest(x_SV, 8)
     assert values_SK.tolist() == [[1.0] * 6 + [-torch.inf] * 2] * 2
     assert all(len(set(row)) == 8 for row in columns_SK.tolist())
+
+
+def test_the_k_largest_may_lie_in_one_group_or_behind_all_groups() -> None:
+    x_SV = torch.randn(3, 203, generator=torch.Generator().manual_seed(0))
+    x_SV[0, 7::25] += 20.0  # columns 7, 32, ... are one group of 8
+    x_SV[1, 200:] += 20.0  # 203 is no multiple of 8
+    x_SV[2] = -torch.arange(203)
+    values_SK, columns_SK = largest(x_SV, 8)
+    assert torch.equal(values_SK, x_SV.sort(-1, descending=True).values[:, :8])
+    assert columns_SK[2].tolist() == list(range(8))
 
 
 def test_which_way_is_taken(monkeypatch) -> None:
@@ -42,7 +53,7 @@ def test_which_way_is_taken(monkeypatch) -> None:
 
 def test_any_number_is_in_its_place() -> None:
     """More rows than are taken at once; negative, tiny and huge numbers, zeros of both signs, one infinity."""
-    x_SV = torch.randn(70, 300, generator=torch.Generator().manual_seed(0)) * torch.logspace(-38, 38, 300)
+    x_SV = torch.randn(170, 300, generator=torch.Generator().manual_seed(0)) * torch.logspace(-38, 38, 300)
     x_SV[:, ::7] = 0.0
     x_SV[:, 1::7] = -0.0
     x_SV[40, 5] = torch.inf
