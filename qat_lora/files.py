@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeAlias
@@ -144,15 +145,14 @@ def check_writable(folder: Path) -> None:
     Raises OutputError.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    probe = folder / f".probe.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
+        with tempfile.TemporaryFile(dir=folder):  # on Linux without a name, so a kill leaves nothing
+            pass
     except OSError as error:
         raise unwritable(folder, error) from None
     finally:
         with contextlib.suppress(OSError):  # what was not made cannot be removed
-            probe.unlink(missing_ok=True)
             for path in missing:  # the deepest first
                 path.rmdir()
 
