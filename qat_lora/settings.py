@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
+import types
 import typing
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
@@ -35,6 +37,31 @@ def check_choices(config: Any) -> None:
             meant = _SYNONYMS.get(value.lower())
             hint = f" Did you mean {meant!r}?" if meant in known else did_you_mean(value, known)
             raise ConfigError(f"{f.name}={value!r} is unknown.{hint}")
+
+
+def check_types(config: Any) -> None:
+    """Raise ConfigError where a field of a dataclass is not of its type: no bool is a number, and floats are finite."""
+    for name, hint in get_type_hints(type(config)).items():
+        if not _is_of(hint, value := getattr(config, name)):
+            known = ", ".join(get_args(hint)) if get_origin(hint) is Literal else ""
+            wanted = f"choose one of {known}" if known else f"it takes {_WORDS.get(hint, 'a list of numbers')}"
+            raise ConfigError(f"{name}={value!r:.80} is unknown; {wanted}.")
+
+
+_WORDS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
+
+
+def _is_of(hint: Any, value: Any) -> bool:
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is Literal:
+        return value in inner
+    if kind is types.UnionType:
+        return any(_is_of(each, value) for each in inner)
+    if kind is tuple:
+        return isinstance(value, tuple) and all(_is_of(inner[0], each) for each in value)
+    if hint is float:
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    return isinstance(value, hint) and not (hint is int and isinstance(value, bool))
 
 
 def check_range(

@@ -96,7 +96,7 @@ class Shard:
     def check(self, manifest: CacheManifest) -> None:
         """Raise ValueError where this cannot be a shard of a cache."""
         for name in ("index", "rows", "tokens", "size_bytes"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
+            if type(getattr(self, name)) is not int or getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}")
         if not all(isinstance(x, float) and math.isfinite(x) for x in (getattr(self, name) for name in SUMS)):
             raise ValueError(f"{', '.join(SUMS)} are no numbers")
@@ -170,7 +170,7 @@ def load_cache(directory: Location | str) -> CacheIndex:
     manifest = load_manifest(directory)
     path = directory / INDEX_NAME
     try:
-        data = read_sealed(path, INDEX_SCHEMA)
+        data = read_sealed(path, INDEX_SCHEMA, 2**30)
     except FileNotFoundError:
         return CacheIndex(manifest, tuple(scan(directory, manifest)))
     if data.get("cache") != manifest.digest:

@@ -15,15 +15,16 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from qat_lora.cache.remote import Place, location
+from qat_lora.cache.remote import Place, location, read_at_most
 from qat_lora.config import Packing, Store
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from qat_lora.files import Location
 from qat_lora.kd.targets import TargetSpec
+from qat_lora.settings import check_types
 
 SCHEMA = "qat_lora.kd_cache/4"
 MANIFEST_NAME = "manifest.json"
@@ -38,6 +39,8 @@ _MOST = {
     "samples": 2**16,
     "tail_draws": 2**16,
     "rows_per_shard": MOST_SHARD_ROWS,
+    "tokenizer_size": 2**31,
+    "sampling_seed": 2**63 - 1,
 }
 
 Normalizer = Literal["exact", "estimated", "candidates"]
@@ -134,9 +137,11 @@ class CacheManifest:
 
     def __post_init__(self) -> None:
         """Check the sizes and fill in what follows from them."""
+        for name in ("temperatures", "bos"):
+            if isinstance(value := getattr(self, name), list):  # as JSON has it
+                object.__setattr__(self, name, tuple(value))
+        check_types(self)
         object.__setattr__(self, "temperatures", _with_one_first(self.temperatures))
-        if self.store not in get_args(Store):
-            raise ConfigError(f"store={self.store!r} is unknown; choose one of {', '.join(get_args(Store))}.")
         for name, (store, default) in _OF_STORE.items():
             if self.store != store:
                 object.__setattr__(self, name, default)
@@ -145,9 +150,8 @@ class CacheManifest:
             object.__setattr__(self, "sampling_seed", 0)
         size = {"topk": ("top_k",), "sampled": ("samples",), "full": ()}[self.store]
         for name in ("vocab_size", "seq_len", "rows", *size):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"A KD cache needs a positive {name}, but {name}={value!r}; set it to 1 or more.")
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"A KD cache needs a positive {name}, but {name}={value}; set it to 1 or more.")
         for name, most in _MOST.items():
             if not 0 <= getattr(self, name) <= most:
                 raise ConfigError(f"{name}={getattr(self, name)} is out of range; a KD cache may have {most}.")
@@ -161,20 +165,16 @@ class CacheManifest:
                 f"tail_draws={self.tail_draws} needs tokens that are no candidates, but top_k={self.top_k} is the "
                 "whole vocabulary; set tail_draws to 0 or choose a smaller top_k."
             )
-        if self.packing not in get_args(Packing):
-            raise ConfigError(f"packing={self.packing!r} is unknown; choose one of {', '.join(get_args(Packing))}.")
         if self.store == "topk" and self.logprob_bits not in (*GRID_BITS, 16, 32):
             raise ConfigError(
                 f"logprob_bits={self.logprob_bits!r} is unknown; choose {GRID_BITS[0]} to {GRID_BITS[-1]}, 16 or 32."
             )
-        if not 0 < self.proposal_temperature < math.inf:
+        if self.proposal_temperature <= 0:
             raise ConfigError(
                 f"proposal_temperature must be above 0, but it is {self.proposal_temperature}; use 0.8 to 1.2."
             )
-        if self.bos is not None:
-            object.__setattr__(self, "bos", tuple(self.bos))
-            if any(not isinstance(i, int) or not 0 <= i < self.vocab_size for i in self.bos):
-                raise ConfigError(f"bos={self.bos} is not ids below {self.vocab_size}; give the tokenizer's own.")
+        if any(not 0 <= i < self.vocab_size for i in self.bos or ()):
+            raise ConfigError(f"bos={self.bos} is not ids below {self.vocab_size}; give the tokenizer's own.")
         if not 0 <= self.eval_fraction < 1:
             raise ConfigError(f"eval_fraction must lie in [0, 1), but it is {self.eval_fraction}; use 0.05.")
         if self.rows_per_shard < 1:
@@ -309,10 +309,10 @@ class CacheManifest:
     @classmethod
     def read(cls, path: Place) -> CacheManifest:
         """Read the file; CacheError where it cannot be read or understood, FileNotFoundError where there is none."""
-        data = read_sealed(path, SCHEMA)
+        data = read_sealed(path, SCHEMA, 2**26)
         try:
-            return cls(**{**data, "temperatures": tuple(data["temperatures"])})
-        except (KeyError, TypeError, ValueError) as error:
+            return cls(**data)
+        except (TypeError, ValueError) as error:
             raise CacheError(f"{str(path)!r} is damaged ({error}); {_RESTORE}.") from error
 
 
@@ -344,10 +344,13 @@ def sealed(tree: Mapping[str, Any]) -> bytes:
     return content(hashlib.sha256(content("")).hexdigest())
 
 
-def read_sealed(path: Place, schema: str) -> dict[str, Any]:
-    """Read what `sealed` made; CacheError where it is not that, FileNotFoundError where there is no file."""
+def read_sealed(path: Place, schema: str, most_bytes: int) -> dict[str, Any]:
+    """Read what `sealed` made; CacheError where it is not that, FileNotFoundError where there is no file.
+
+    Of a larger file nothing stays in memory.
+    """
     try:
-        content = path.read_bytes()
+        content = read_at_most(path, most_bytes)
         data = json.loads(content.decode("utf-8", "surrogatepass"))
     except (FileNotFoundError, NotADirectoryError):
         raise
@@ -390,6 +393,6 @@ def _packed(rows: int, bits_per_row: int) -> tuple[tuple[int, ...], np.dtype[Any
 
 def _with_one_first(temperatures: tuple[float, ...]) -> tuple[float, ...]:
     values = tuple(float(t) for t in temperatures)
-    if any(not t > 0 for t in values):
+    if any(t <= 0 for t in values):
         raise ConfigError(f"Temperatures must be above 0, but temperatures={list(values)}; use 1.0 or more.")
     return (1.0, *dict.fromkeys(t for t in values if t != 1.0))

@@ -84,12 +84,16 @@ class RemotePath(files.Url):
 
     def chunks(self) -> Iterator[bytes]:
         """Yield the file piece by piece."""
+        size = self.size()
+        for start in range(0, size, CHUNK_BYTES):
+            yield self.read_bytes(start, min(start + CHUNK_BYTES, size))
+
+    def size(self) -> int:
+        """Bytes of the file; FileNotFoundError where there is none."""
         info = self._info()
         if info is None:
             raise FileNotFoundError(self.url)
-        size = int(info["size"])
-        for start in range(0, size, CHUNK_BYTES):
-            yield self.read_bytes(start, min(start + CHUNK_BYTES, size))
+        return int(info["size"])
 
     def download(self, target: Path) -> None:
         """Copy the file to a local one."""
@@ -189,6 +193,18 @@ def location(spec: str | files.Location) -> Place:
 def file_sizes(folder: Place) -> dict[str, int]:
     """Name -> bytes of the files in a folder; empty where there is no such folder."""
     return folder.sizes() if isinstance(folder, RemotePath) else files.file_sizes(folder)
+
+
+def read_at_most(path: Place, most: int) -> bytes:
+    """A file's bytes; ValueError where it has more than `most`."""
+    if isinstance(path, RemotePath):
+        content = path.read_bytes(0, most + 1)  # one request, where asking for the size first would be two
+        size = len(content)
+    elif (size := path.stat().st_size) <= most:
+        content = path.read_bytes()
+    if size > most:
+        raise ValueError(f"it has more than {most} bytes")
+    return content
 
 
 def check_writable(folder: Place) -> None:

@@ -8,7 +8,7 @@ import fsspec
 import pytest
 
 from qat_lora.cache import remote
-from qat_lora.cache.remote import RemotePath, check_writable, file_sizes, location
+from qat_lora.cache.remote import RemotePath, check_writable, file_sizes, location, read_at_most
 from qat_lora.cli.flags import run_from
 from qat_lora.cli.main import RUNS, _parser, main
 from qat_lora.config import QatRun, RecoveryRun
@@ -97,6 +97,17 @@ def test_a_file_is_read_piece_by_piece(monkeypatch) -> None:
     place.write_bytes(b"0123456789")
     assert list(place.chunks()) == [b"0123", b"4567", b"89"]
     assert Elsewhere.calls["cat_file", "file"] == 3
+
+
+def test_of_a_file_that_is_too_large_no_more_is_fetched(monkeypatch) -> None:
+    place, fetched = RemotePath("elsewhere://x/file"), []
+    place.write_bytes(b"0123456789")
+    read = Elsewhere.cat_file
+    monkeypatch.setattr(Elsewhere, "cat_file", lambda *a, **kw: fetched.append(read(*a, **kw)) or fetched[-1])
+    with pytest.raises(ValueError, match="it has more than 4 bytes"):
+        read_at_most(place, 4)
+    assert fetched == [b"01234"] and read_at_most(place, 10) == b"0123456789"
+    assert len(fetched) == 2, "one request each"
 
 
 def test_being_writable_is_proved_and_leaves_nothing(folder) -> None:

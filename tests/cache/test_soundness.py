@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 
 from qat_lora.cache import (
     CacheManifest,
     KDCacheDataset,
+    load_cache,
     load_manifest,
     summarise,
     verify,
 )
+from qat_lora.cache.manifest import sealed
 from qat_lora.errors import CacheError, CacheMismatch
 from tests.cache.conftest import TinyTeacher, build
 from tests.cache.test_parts import ROWS, build_part, writer_of
@@ -100,6 +105,51 @@ def test_a_manifest_that_was_edited_is_refused_at_once(folder, edit) -> None:
     path.write_text(edit(text))
     for act in (load_manifest, KDCacheDataset, summarise, verify, writer_of):
         assert "its digest is not that of its content" in message(act, folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rows_per_shard", 1.5), ("logprob_bits", 5.0), ("tail_draws", 1.5), ("rows", True), ("top_k", "4"),
+        ("temperatures", [1.0, float("inf")]), ("temperatures", [float("nan")]), ("temperatures", [True]),
+        ("temperatures", [-1.0]), ("temperatures", "12"), ("temperatures", [10**400]), ("eval_fraction", float("nan")),
+        ("proposal_temperature", "x"), ("teacher_digest", 7), ("normalizer", "zz"), ("normalizer", []),
+        ("store", {}), ("packing", 3), ("sampling_seed", "a"), ("tokenizer_size", -1), ("answers", "yes"),
+        ("answers", 1), ("bos", [1.0]), ("bos", [True]), ("bos", [-1]), ("bos", 1), ("vocab_size", None),
+    ],
+)  # fmt: skip
+def test_a_field_of_another_type_or_out_of_range_is_refused(folder, name, value) -> None:
+    """The file is made as ours are, so that its digest is right."""
+    data = json.loads((folder / "manifest.json").read_text()) | {name: value}
+    data.pop("digest")
+    (folder / "manifest.json").write_bytes(sealed(data))
+    text = message(load_manifest, folder)
+    assert "manifest.json' is damaged (" in text and name in text
+
+
+@pytest.mark.parametrize("name", ["index", "rows", "tokens", "size_bytes"])
+@pytest.mark.parametrize("value", [True, 1.0, -1, "1", None])
+def test_an_index_whose_numbers_are_none_is_refused(folder, name, value) -> None:
+    data = json.loads((folder / "index.json").read_text())
+    data.pop("digest")
+    data["shards"][1][name] = value
+    (folder / "index.json").write_bytes(sealed(data))
+    assert f"index.json' is damaged ({name}={value!r})" in message(load_cache, folder)
+
+
+@pytest.mark.parametrize(("name", "most"), [("manifest.json", 2**26), ("index.json", 2**30)])
+def test_a_record_file_beyond_all_measure_is_not_read(folder, name, most, monkeypatch) -> None:
+    os.truncate(folder / name, most + 1)  # a hole: the disk holds nothing of it
+    monkeypatch.setattr(Path, "read_bytes", read_small(Path.read_bytes))
+    assert f"{name}' (it has more than {most} bytes); restore the file" in message(load_cache, folder)
+
+
+def read_small(read):
+    def act(path):
+        assert path.stat().st_size < 2**20
+        return read(path)
+
+    return act
 
 
 # ---- shards that are not those of the index
