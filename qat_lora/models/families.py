@@ -5,6 +5,8 @@ A family that is not understood is refused here, by name, before anything is tra
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,12 +20,16 @@ from qat_lora.models.placement import weights_present
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+log = logging.getLogger(__name__)
+
 # Parts of the names of modules, by which a Linear inside them has its role. A short convolution mixes positions.
 _ATTENTION_WORDS = ("attn", "attention", "conv")
 _MLP_WORDS = ("mlp", "feed_forward", "ffn", "experts", "block_sparse_moe")
 _MLP_LINEARS = ("fc1", "fc2")  # some families have these directly in the layer
 # A mixture's choice of experts is small and must stay exact.
 _ROUTERS = ("gate", "router", "shared_expert_gate")
+# Linears of the decoder, outside its layers: between embeddings of another width and the layers (OPT-350m).
+_PROJECTIONS = ("project_in", "project_out")
 
 
 class Head(NamedTuple):
@@ -86,25 +92,28 @@ def head_parts(model: nn.Module, dtype: torch.dtype) -> Head:
 
 
 def target_linears(model: nn.Module) -> dict[str, str]:
-    """Return the Linears of the decoder's layers by name, with their role, ``attention`` or ``mlp``, in model order.
+    """Return the Linears of the decoder by name, with their role, ``attention`` or ``mlp``, in model order.
 
-    Embeddings, the head and anything outside the decoder's layers, such as a vision tower, are no targets. Raises
-    ModelError where a layer holds a matrix that is neither a target nor known to stay as it is: a router, a norm, an
-    embedding, the kernel of a convolution.
+    Embeddings, the head and what lies outside the decoder, such as a vision tower, are no targets. Raises ModelError
+    where the decoder holds a matrix that is neither a target nor known to stay as it is: a router, a norm, an
+    embedding, the kernel of a depthwise convolution, or a projection of embeddings, which a line of the log names.
     """
-    prefix, layers = _decoder_layers(model)
+    trunk = decoder(model)
+    prefix = next(f"{name}." for name, module in model.named_modules() if module is trunk)
+    width = _channels(trunk)
+    towers = tuple(f"{name}." for name, m in trunk.named_modules() if name and hasattr(m, "main_input_name"))
     targets: dict[str, str] = {}
-    known: list[str] = []
-    for name, module in layers.named_modules():
-        parts = name.split(".")
-        role = role_of(parts)
-        is_adapter = any(part.startswith("lora_") for part in parts)  # peft's, and no part of the model
-        if is_adapter or _stays_exact(parts[-1], module):
-            known.append(f"{name}.")
-        elif isinstance(module, nn.Linear) and role:
+    for name, module in trunk.named_modules():
+        role = role_of(name.split("."))
+        is_linear = isinstance(module, nn.Linear) and not _stays_exact(name, module, width)
+        if is_linear and role and not name.startswith(towers):  # a model in the decoder is another's, such as images'
             targets[name] = role
-            known.append(f"{name}.")
-    unknown = {n: p for n, p in layers.named_parameters() if p.dim() > 1 and not n.startswith(tuple(known))}
+    inside = tuple(f"{name}." for name in targets)
+    unknown = {
+        name: p
+        for name, p in trunk.named_parameters()
+        if p.dim() > 1 and not name.startswith(inside) and not _owner_stays_exact(trunk, name, width)
+    }
     if fused := [name for name, p in unknown.items() if p.dim() > 2 and role_of(name.split(".")) == "mlp"]:
         raise ModelError(
             f"{prefix}{fused[0]} holds the experts of a mixture in one tensor, which cannot be quantised; use a dense "
@@ -112,12 +121,14 @@ def target_linears(model: nn.Module) -> dict[str, str]:
         )
     if unknown:
         name = next(iter(unknown))
-        kind = type(layers.get_submodule(name.rpartition(".")[0])).__name__
+        kind = type(trunk.get_submodule(name.rpartition(".")[0])).__name__
         raise ModelError(
             f"{prefix}{name} (of a {kind}) and {len(unknown) - 1} other matrices of {type(causal_lm(model)).__name__} "
             "are no nn.Linear of an attention or MLP block that qat_lora knows, so they would stay unquantised; use a "
             "model whose layers are made of these, such as Llama or Qwen3."
         )
+    if projections := tuple(name for name in _PROJECTIONS if getattr(trunk, name, None) is not None):
+        _say_unquantised(type(causal_lm(model)).__name__, projections)
     return {f"{prefix}{name}": role for name, role in targets.items()}
 
 
@@ -148,21 +159,31 @@ def activation_bytes(model: nn.Module, tokens: int, compute: torch.dtype, *, lea
     return int(config.num_hidden_layers * tokens * values * compute.itemsize)
 
 
-def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The decoder's list of layers, its largest, and the prefix of their names in `model`."""
-    lists = [m for m in decoder(model).modules() if isinstance(m, nn.ModuleList)]
-    if not lists:
-        raise ModelError(
-            f"{type(causal_lm(model)).__name__} has no list of layers; use a model such as Llama or Qwen3."
-        )
-    layers = max(lists, key=lambda m: sum(1 for _ in m.modules()))
-    return next(f"{name}." for name, m in model.named_modules() if m is layers), layers
+@functools.cache  # once, and not at each look at the model
+def _say_unquantised(family: str, names: tuple[str, ...]) -> None:
+    log.info("%s: %s lie outside the layers and stay in full precision", family, ", ".join(names))
 
 
-def _stays_exact(name: str, module: nn.Module) -> bool:
-    """Whether the weight of a module is small and not to be quantised: routers, norms, embeddings, kernels."""
-    if isinstance(module, nn.Embedding | nn.Conv1d) or "norm" in type(module).__name__.lower():
+def _channels(trunk: nn.Module) -> int:
+    """The most channels that a norm of the decoder has: those of the residuals, or of all heads together."""
+    config = trunk.config.get_text_config()  # type: ignore[union-attr,operator]
+    return max(config.hidden_size, config.num_attention_heads * (getattr(config, "head_dim", None) or 0))
+
+
+def _owner_stays_exact(trunk: nn.Module, parameter: str, width: int) -> bool:
+    owner = parameter.rpartition(".")[0]
+    return _stays_exact(owner, trunk.get_submodule(owner), width)
+
+
+def _stays_exact(name: str, module: nn.Module, width: int) -> bool:
+    """Whether a module's own tensors, not those below it, are no matrices to be quantised; adapters are peft's."""
+    parts = name.split(".")
+    if isinstance(module, nn.Embedding) or name in _PROJECTIONS or any(part.startswith("lora_") for part in parts):
         return True
+    if isinstance(module, nn.Conv1d):
+        return module.groups == module.in_channels
+    if "norm" in type(module).__name__.lower() and not module._modules:  # Cohere's have a row for each head
+        return all(p is None or p.numel() <= width for p in module._parameters.values())
     weight = module._parameters.get("weight")  # and not `weight`, which codes make anew at each access
     is_small = weight is not None and weight.dim() == 2 and weight.shape[0] < weight.shape[1]
-    return name in _ROUTERS and is_small  # a dense MLP may call its gate projection "gate"
+    return parts[-1] in _ROUTERS and is_small  # a dense MLP may call its gate projection "gate"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import re
@@ -197,18 +198,22 @@ def _with_some_attention(folder: Path, **words: Any) -> tuple[PreTrainedModel, d
 def _use_plain_linears(model: nn.Module) -> None:
     """Make a family's own kind of Linear torch's, in place, where a trial shows that it computes the same."""
     for module in model.modules():
-        if isinstance(module, nn.Linear) and type(module) is not nn.Linear and _computes_linear(type(module)):
+        if isinstance(module, nn.Linear) and type(module) is not nn.Linear and _computes_linear(module):
             module.__class__ = nn.Linear
 
 
 @torch.no_grad()
-def _computes_linear(kind: type[nn.Linear]) -> bool:
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        small, x = nn.Linear(3, 2), torch.randn(5, 3)
-    expected = small(x)
-    small.__class__ = kind
+def _computes_linear(module: nn.Linear) -> bool:
+    """Whether a module with its own settings, and a small weight, computes what a Linear of that weight does."""
+    small, has_bias = copy.copy(module), module._parameters.get("bias") is not None
+    plain = nn.Linear(3, 2, bias=has_bias, device="meta")
+    plain.weight = nn.Parameter(torch.tensor([[1.0, -2.0, 0.5], [0.25, 3.0, -1.0]], device="cpu"))
+    if has_bias:
+        plain.bias = nn.Parameter(torch.tensor([0.5, -4.0], device="cpu"))
+    small.in_features, small.out_features, small._parameters = 3, 2, plain._parameters
+    x = torch.linspace(-3.0, 5.0, 15, device="cpu").pow(3).view(5, 3)
     try:
-        return torch.allclose(small(x), expected)
+        return torch.allclose(small(x), plain(x))
     except (TypeError, AttributeError, RuntimeError):
         return False
 

@@ -21,6 +21,7 @@ from qat_lora.config.presets import scheme
 from qat_lora.errors import ModelError
 from qat_lora.evaluate import size_of
 from qat_lora.export import export_dequantized, probe_logits, verify_export
+from qat_lora.models.lean.layers import trunk_and_layers
 from qat_lora.quant import CodedLinear, freeze_codes, quantize_model
 
 TINY = {
@@ -51,11 +52,12 @@ FAMILIES = {
     "GLM": ("Glm", WIDE),
     "StableLM": ("StableLm", KV),
     "OPT": ("OPT", {"ffn_dim": 24, "word_embed_proj_dim": 16}),
+    "OPT projected": ("OPT", {"ffn_dim": 24, "word_embed_proj_dim": 8}),
     "LFM2": ("Lfm2", KV | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
 }
 # matrices per layer, where they are not q, k, v, o, gate, up, down
 COUNTS = {
-    "Phi": 6, "Phi3": 4, "GPT-NeoX": 4, "Falcon": 4, "StarCoder2": 6, "GLM": 6, "OPT": 6, "LFM2": 6,
+    "Phi": 6, "Phi3": 4, "GPT-NeoX": 4, "Falcon": 4, "StarCoder2": 6, "GLM": 6, "OPT": 6, "OPT projected": 6, "LFM2": 6,
 }  # fmt: skip
 MIXTURE = {"num_experts_per_tok": 1, "num_local_experts": 4}
 REFUSED = {
@@ -150,6 +152,7 @@ def test_a_vision_tower_stays_as_it_is(tmp_path) -> None:
     assert len(targets) == 14 and all(name.startswith("model.language_model.layers.") for name in targets)
     loaded.model.train()
     assert models.trunk_hidden(loaded.model, IDS).isfinite().all()
+    assert trunk_and_layers(loaded.model) == (trunk := models.decoder(loaded.model), trunk.layers)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -227,12 +230,22 @@ class Other(nn.Linear):
         return x @ self.weight.T + self.bias
 
 
+class Scaled(nn.Linear):
+    scale = 1.0
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
 def test_only_a_linear_that_computes_the_same_becomes_torchs() -> None:
-    model = nn.ModuleList([Doubling(3, 2), Other(3, 2), nn.Linear(3, 2)])
-    before = torch.get_rng_state()
+    """By what it does with its own settings: two of one class may differ."""
+    model = nn.ModuleList([Doubling(3, 2), Other(7, 5), Scaled(7, 5), Scaled(7, 5, bias=False), nn.Linear(3, 2)])
+    model[2].scale = 2.0
+    weight, state = model[1].weight, torch.get_rng_state()
     models.loading._use_plain_linears(model)
-    assert [type(m) for m in model] == [Doubling, nn.Linear, nn.Linear]
-    assert torch.equal(torch.get_rng_state(), before)
+    assert [type(m) for m in model] == [Doubling, nn.Linear, Scaled, nn.Linear, nn.Linear]
+    assert model[1].weight is weight and (model[1].in_features, model[1].out_features) == (7, 5)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def mixture(*, rows_of_gate: int) -> nn.Module:
@@ -259,6 +272,63 @@ def test_a_matrix_outside_of_known_blocks_is_named() -> None:
     said = r"model\.layers\.1\.extra\.weight \(of a Linear\) and 0 other matrices of LlamaForCausalLM"
     with pytest.raises(ModelError, match=said):
         models.target_linears(model)
+
+
+class PreNormBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Parameter(torch.zeros(8, 8))
+        self.inner = nn.ModuleDict({"extra": nn.Linear(16, 3, bias=False)})
+
+
+class NormOfChannels(nn.Module):
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+
+
+def tiny_tower() -> nn.Module:
+    """A model of its own, as Phi-4-multimodal's decoder holds one for images."""
+    return transformers.LlamaModel(config_of("Llama", KV))
+
+
+@pytest.mark.parametrize(
+    ("place", "module", "said"),
+    [
+        ("model.layers.1", PreNormBlock(), r"layers\.1\.odd\.mix \(of a PreNormBlock\) and 1 other"),
+        ("model.layers.1", NormOfChannels(8, 8), r"layers\.1\.odd\.weight \(of a NormOfChannels\) and 0 other"),
+        ("model", nn.Linear(16, 16), r"model\.odd\.weight \(of a Linear\) and 0 other"),
+        ("model", nn.ModuleList([nn.Linear(16, 16)]), r"model\.odd\.0\.weight \(of a Linear\) and 0 other"),
+        ("model", tiny_tower(), r"model\.odd\.layers\.0\.self_attn\.q_proj\.weight \(of a Linear\) and 13 other"),
+        ("model.layers.1", nn.Conv1d(16, 16, 3), r"layers\.1\.odd\.weight \(of a Conv1d\) and 0 other"),
+    ],
+)
+def test_no_matrix_of_the_decoder_hides_wherever_it_is(place, module, said) -> None:
+    model = transformers.LlamaForCausalLM(config_of("Llama", KV))
+    model.get_submodule(place).odd = module
+    with pytest.raises(ModelError, match=said):
+        models.target_linears(model)
+
+
+def test_a_norm_with_a_row_for_each_head_and_a_depthwise_kernel_stay_as_they_are() -> None:
+    model = transformers.LlamaForCausalLM(config_of("Llama", KV))
+    before = models.target_linears(model)
+    model.model.layers[1].odd = nn.ModuleList([NormOfChannels(2, 8), nn.Conv1d(16, 16, 3, groups=16)])
+    assert models.target_linears(model) == before
+
+
+def test_projections_of_embeddings_stay_exact_are_counted_so_and_said_once(caplog) -> None:
+    caplog.set_level(logging.INFO, logger="qat_lora")
+    models.families._say_unquantised.cache_clear()
+    model = transformers.OPTForCausalLM(config_of(*FAMILIES["OPT projected"]))
+    targets = models.target_linears(model)
+    quantize_model(model, scheme("q4_g32"), targets)
+    assert type(model.model.decoder.project_in) is type(model.model.decoder.project_out) is nn.Linear
+    whole = size_of(model, stored_bits=16).size_bytes
+    model.model.decoder.project_in = model.model.decoder.project_out = None
+    assert whole - size_of(model, stored_bits=16).size_bytes == 2 * (16 * 8) * 2
+    said = "OPTForCausalLM: project_in, project_out lie outside the layers and stay in full precision"
+    assert [record.getMessage() for record in caplog.records] == [said]
 
 
 def test_what_a_loaded_model_says_of_itself(tmp_path) -> None:

@@ -1,7 +1,7 @@
 """A decoder's list of layers: where it is, whether its layers are alike, and the list that runs them as one.
 
-Knows nothing of transformers but that a trunk loops over a list of layers, sliced or not, and calls each with the
-hidden states and keywords.
+Knows nothing of transformers but where a model's decoder is, and that it loops over a list of layers, sliced or not,
+and calls each with the hidden states and keywords.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import ModelError
+from qat_lora.models.families import causal_lm, decoder
 
 Scan: TypeAlias = Callable[[nn.ModuleList, Tensor, dict[str, Any]], Tensor]
 """Runs layers one after another on hidden states, each with the same keywords."""
@@ -41,12 +42,13 @@ def why_unlike(layers: Sequence[nn.Module], config: Any) -> str:
 
 
 def trunk_and_layers(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
-    """The largest list of modules in a model, its decoder's layers, and the module that holds it and runs it.
+    """The largest list of modules in a model's decoder, which are its layers, and the module that holds and runs it.
 
-    Raises ModelError where there is none.
+    A tower for images may have a larger one. Raises ModelError where there is none.
     """
+    start = decoder(model) if hasattr(causal_lm(model), "get_decoder") else model
     lists = [
-        (parent, child) for parent in model.modules() for child in parent.children() if type(child) is nn.ModuleList
+        (parent, child) for parent in start.modules() for child in parent.children() if type(child) is nn.ModuleList
     ]
     if not lists:
         raise ModelError(f"{type(model).__name__} has no list of layers to divide; drop --shard.")
