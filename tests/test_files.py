@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -117,10 +118,10 @@ def test_a_folder_below_a_file_is_refused(below, tmp_path) -> None:
 
 
 def test_a_refusal_after_folders_were_made_removes_them(tmp_path, monkeypatch) -> None:
-    def touch(self, *args, **kwargs):
+    def refused(*args, **kwargs):
         raise OSError(28, "No space")
 
-    monkeypatch.setattr(Path, "touch", touch)
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
     with pytest.raises(OutputError, match="No space"):
         check_writable(tmp_path / "deep" / "run")
     assert names_below(tmp_path) == []
