@@ -22,8 +22,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from qat_lora.cache.index import Shard, check_shard
-from qat_lora.cache.remote import RemotePath
+from qat_lora.cache.index import REBUILD, Shard, check_shard
+from qat_lora.cache.remote import RemotePath, file_sizes
 from qat_lora.errors import CacheError, ConfigError, OutputError
 
 logger = logging.getLogger(__name__)
@@ -89,6 +89,10 @@ class DiskCache:
                 ) from None
             check_shard(target, record, name=source)
 
+        if self._room(self._held()) < record.size_bytes:  # no copy gives way to what an index only claims
+            size = file_sizes(folder).get(record.file, 0)
+            if size != record.size_bytes:
+                raise CacheError(f"{str(source)!r} has {size} bytes instead of {record.size_bytes}; {REBUILD}.")
         return self._made(folder, record, fetch)
 
     def put(self, folder: RemotePath, record: Shard, data: bytes) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import multiprocessing
 import os
@@ -152,6 +153,17 @@ def test_without_a_limit_a_tenth_of_the_disk_stays_free(monkeypatch) -> None:
     for record in records:
         disk.get(FOLDER, record)
     assert held(disk) == names(records, 1, 2) and disk.capacity(100) == 2
+
+
+@pytest.mark.parametrize("limit_gb", [0, 250e-9])
+def test_no_copy_gives_way_to_a_shard_that_is_not_as_large_as_the_index_says(limit_gb) -> None:
+    records, disk = shards_there(3), DiskCache(limit_gb=limit_gb)
+    for record in records[:2]:
+        disk.get(FOLDER, record)
+    claimed = dataclasses.replace(records[2], size_bytes=10**18 if not limit_gb else 200)
+    with pytest.raises(CacheError, match=rf"has 100 bytes instead of {claimed.size_bytes}; restore"):
+        disk.get(FOLDER, claimed)
+    assert held(disk) == names(records, 0, 1)
 
 
 def test_limit_and_folder_come_from_the_environment(monkeypatch, tmp_path) -> None:

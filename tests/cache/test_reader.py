@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import shutil
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -262,6 +263,20 @@ def edit_shard(cache, number, change):
     path.write_bytes(content)
     shards = (*index.shards[:number], shard, *index.shards[number + 1 :])
     (cache / "index.json").write_bytes(dataclasses.replace(index, shards=shards).content())
+
+
+def test_a_large_cache_is_read_in_part(tmp_path):
+    """What Python and NumPy hold at once, for opening and a row of each shard, is less than one shard."""
+    blocks = blocks_of(24, vocab_size=20_000, seq_len=20)
+    build(tmp_path, blocks=blocks, teacher=TinyTeacher(20_000), vocab_size=20_000, store="full", rows_per_shard=12)
+    tracemalloc.start()
+    try:
+        dataset = KDCacheDataset(tmp_path)
+        rows = [dataset._shards.read(np.array([row])) for row in (0, 23)]
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 0.7 * load_cache(tmp_path).shards[0].size_bytes and rows[1]["logits"].nbytes == 20 * 20_000 * 4
 
 
 def test_a_missing_directory_or_manifest(cache, tmp_path):
