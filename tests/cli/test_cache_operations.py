@@ -324,10 +324,10 @@ def test_a_folder_that_can_only_be_read(mounted, build, said, qat, cache) -> Non
 def test_a_folder_that_may_not_be_written(build, said, cache, tmp_path, monkeypatch) -> None:
     """The same where nothing can be mounted; who is root may write everywhere, so the probe is told no."""
 
-    def touch(self, *args, **options) -> None:
-        raise PermissionError(13, "Permission denied", str(self))
+    def refuse(*args, **options) -> None:
+        raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "touch", touch)
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", refuse)
     for output in (cache, tmp_path / "other"):
         before = contents(tmp_path)
         refused(build(output), output, "cannot be written (Permission denied)", "--output")
