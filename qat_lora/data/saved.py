@@ -43,7 +43,8 @@ def rows_content(rows: TokenRows) -> bytes:
         for f in dataclasses.fields(rows)
         if isinstance(x := getattr(rows, f.name), np.ndarray)
     }
-    content: bytes = save(arrays, {"bos": json.dumps(rows.bos), "digest": rows.digest()})
+    words = json.dumps({"bos": rows.bos, "digest": rows.digest()})  # one word: safetensors writes several in any order
+    content: bytes = save(arrays, {"rows": words})
     return content
 
 
@@ -51,8 +52,9 @@ def load_rows(path: Path, make: Callable[[], TokenRows]) -> TokenRows:
     """The rows that are kept, or those that are made where there are none or the file is damaged."""
     try:
         with safe_open(path, "np") as file:
-            words, arrays = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        bos = json.loads(words["bos"])
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            words = json.loads(file.metadata()["rows"])
+        bos = words["bos"]
         optional = {"starts_RT": None, "answer_RT": None}
         rows = TokenRows(**{**optional, **arrays}, bos=None if bos is None else tuple(bos))
         if rows.digest() == words["digest"]:
