@@ -115,6 +115,11 @@ def _start(job: dict[str, Any], rank: int, port: int, folder: Path) -> int:
         return pid
     code = 1
     try:
+        import torch
+
+        # torch makes its pool of threads anew at the first call after a fork; two threads that make it at once (XLA's
+        # devices in their backward passes) end the process with "Invalid thread pool!".
+        torch.set_num_threads(1)
         for name, number in (("out", 1), ("err", 2)):
             os.dup2(os.open(folder / f"{name}{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         if job["ranks"]:
