@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 import sys
 import types
 import typing
@@ -23,20 +24,44 @@ T = TypeVar("T")
 _SYNONYMS = {"gpu": "cuda", "xla": "tpu", "metal": "mps", "float32": "fp32", "bfloat16": "bf16", "half": "bf16"}
 
 
-def setting(default: Any, help: str, *flags: str) -> Any:
-    """A dataclass field with its help text and any further spellings of its command-line flag."""
-    return dataclasses.field(default=default, metadata={"help": help, "flags": flags})
+def setting(
+    default: Any,
+    help: str,
+    *flags: str,
+    above: float | None = None,
+    at_least: float = 0,
+    below: float | None = None,
+    at_most: float | None = None,
+) -> Any:
+    """A dataclass field with its help text, further spellings of its flag, and the bounds of a number."""
+    bounds = {"greater than": above, "at least": at_least, "below": below, "at most": at_most}
+    return dataclasses.field(default=default, metadata={"help": help, "flags": flags, "bounds": bounds})
 
 
-def check_choices(config: Any) -> None:
-    """Raise ConfigError where a Literal field of a dataclass holds a word that its type does not list."""
-    hints = get_type_hints(type(config))
-    for f in dataclasses.fields(config):
-        if get_origin(hints[f.name]) is Literal and getattr(config, f.name) not in get_args(hints[f.name]):
-            value, known = str(getattr(config, f.name)), get_args(hints[f.name])
-            meant = _SYNONYMS.get(value.lower())
-            hint = f" Did you mean {meant!r}?" if meant in known else did_you_mean(value, known)
-            raise ConfigError(f"{f.name}={value!r} is unknown.{hint}")
+_HOLDS = {"greater than": operator.gt, "at least": operator.ge, "below": operator.lt, "at most": operator.le}
+
+
+class Settings:
+    """Base of frozen dataclasses that checks the words and the bounds of their fields (NaN is within no bounds).
+
+    Raises:
+        ConfigError: a Literal field holds a word that its type does not list, or a number is out of bounds.
+    """
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for f in dataclasses.fields(self):  # type: ignore[arg-type]
+            value, hint = getattr(self, f.name), hints[f.name]
+            if get_origin(hint) is Literal and value not in (known := get_args(hint)):
+                meant = _SYNONYMS.get(str(value).lower())
+                fix = f" Did you mean {meant!r}?" if meant in known else did_you_mean(str(value), known)
+                raise ConfigError(f"{f.name}={str(value)!r} is unknown.{fix}")
+            for words, bound in f.metadata.get("bounds", {}).items() if hint in (int, float) else ():
+                if bound is not None and not (_HOLDS[words](value, bound) and math.isfinite(value)):
+                    raise ConfigError(
+                        f"{f.name} must be {words} {bound:g}, but {f.name}={value}; set --{f.name.replace('_', '-')} "
+                        "accordingly."
+                    )
 
 
 def check_types(config: Any) -> None:
@@ -62,30 +87,6 @@ def _is_of(hint: Any, value: Any) -> bool:
     if hint is float:
         return type(value) in (int, float) and abs(value) <= sys.float_info.max
     return isinstance(value, hint) and not (hint is int and isinstance(value, bool))
-
-
-def check_range(
-    config: Any,
-    name: str,
-    *,
-    above: float | None = None,
-    at_least: float | None = None,
-    below: float | None = None,
-    at_most: float | None = None,
-) -> None:
-    """Raise ConfigError unless the field's value lies within the bounds given (NaN never does)."""
-    value = getattr(config, name)
-    rules = (
-        (above, "greater than", lambda v, b: v > b),
-        (at_least, "at least", lambda v, b: v >= b),
-        (below, "below", lambda v, b: v < b),
-        (at_most, "at most", lambda v, b: v <= b),
-    )
-    for bound, words, holds in rules:
-        if bound is not None and not (holds(value, bound) and math.isfinite(value)):
-            raise ConfigError(
-                f"{name} must be {words} {bound:g}, but {name}={value}; set --{name.replace('_', '-')} accordingly."
-            )
 
 
 class Leaf(NamedTuple):
@@ -177,9 +178,11 @@ def load_settings(config: T, path: Path) -> T:
     """Lay a JSON or YAML file of (part of) a run's settings over a config."""
     if not path.is_file():
         raise ConfigError(f"settings file {path} does not exist; give --config an existing .yaml or .json file.")
+    import yaml
+
     try:
-        tree = _read_yaml(path) if path.suffix in (".yaml", ".yml") else json.loads(path.read_text())
-    except ValueError as error:
+        tree = (yaml.safe_load if path.suffix in (".yaml", ".yml") else json.loads)(path.read_text())
+    except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"settings file {path} cannot be read: {str(error).splitlines()[0]}; correct it.") from None
     if isinstance(tree, dict) and {"command", "config"} <= tree.keys():  # the run.json of an earlier run
         tree = tree["config"]
@@ -205,15 +208,6 @@ def _override(config: Any, parts: list[str], value: Any, path: str) -> Any:
         return dataclasses.replace(config, **{head: _override(child, rest, value, path)})
     hint = get_type_hints(type(config))[head]
     return dataclasses.replace(config, **{head: parse_value(hint, value, path)})
-
-
-def _read_yaml(path: Path) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
 
 
 def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

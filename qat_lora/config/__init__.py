@@ -6,26 +6,20 @@ only mean one thing.
 """
 
 from qat_lora.config.adapter import AdapterConfig
-from qat_lora.config.kd import Anneal, KDConfig, Packing, Store, Support
+from qat_lora.config.kd import KDConfig, Packing, Store, Support
 from qat_lora.config.loop import LoopConfig
 from qat_lora.config.optim import OptimConfig
-from qat_lora.config.place import Checkpointing, Device, Dtype, ExecutionConfig, MemDebug, PlaceConfig, Shard, Sync
-from qat_lora.config.quant import Levels, LinearQuant, QuantScheme, ScaleDtype, Scales
-from qat_lora.config.runs import AnyRun, EvalRun, ExportRun, QatRun, RecoveryRun, Trainable
-from qat_lora.config.source import SourceConfig
+from qat_lora.config.place import ExecutionConfig, MemDebug, PlaceConfig, Shard, Sync
+from qat_lora.config.quant import LinearQuant, QuantScheme
+from qat_lora.config.runs import AnyRun, EvalRun, ExportRun, QatRun, RecoveryRun
 
 __all__ = [
     "AdapterConfig",
-    "Anneal",
     "AnyRun",
-    "Checkpointing",
-    "Device",
-    "Dtype",
     "EvalRun",
     "ExecutionConfig",
     "ExportRun",
     "KDConfig",
-    "Levels",
     "LinearQuant",
     "LoopConfig",
     "MemDebug",
@@ -35,12 +29,8 @@ __all__ = [
     "QatRun",
     "QuantScheme",
     "RecoveryRun",
-    "ScaleDtype",
-    "Scales",
     "Shard",
-    "SourceConfig",
     "Store",
     "Support",
     "Sync",
-    "Trainable",
 ]

@@ -12,20 +12,18 @@ from qat_lora.config import Packing, PlaceConfig, Store
 from qat_lora.config.source import SourceConfig
 from qat_lora.errors import ConfigError
 from qat_lora.files import Location
-from qat_lora.settings import check_choices, check_range, setting
+from qat_lora.settings import Settings, setting
 
 DeviceMap = Literal["none", "auto"]
 QuantizeTeacher = Literal["none", "8bit", "4bit"]
 LOGPROB_BITS = (4, 5, 6, 7, 8, 16, 32)
 MOST_SAMPLES = 1024  # of which 256 positions at once take half a gigabyte
-_OF_STORE = {
-    "topk": ("top_k", "logprob_bits", "tail_draws"), "sampled": ("samples",), "full": ()
-}  # fmt: skip
+_STORE_OF = {"top_k": "topk", "logprob_bits": "topk", "tail_draws": "topk", "samples": "sampled"}
 StoredTail = Literal["estimated", "none"]
 
 
 @dataclass(frozen=True)
-class CacheRun:
+class CacheRun(Settings):
     """`qat-lora cache`: the teacher's predictions on a text, written once."""
 
     command: ClassVar[str] = "cache"
@@ -44,41 +42,41 @@ class CacheRun:
         "hf:dataset[:config][:split]; embedded:train|eval; default, for the embedded teacher alone: embedded:train",
     )
     output: Location = setting(Path("caches/embedded"), "folder or URL of the new cache; a half-built one is resumed")
-    seq_len: int = setting(128, "tokens per row")
+    seq_len: int = setting(128, "tokens per row", at_least=2)
     packing: Packing = setting(
         "stream", "texts end to end; the same, but attention begins anew with each; or a row for each, padded"
     )
     store: Store = setting("topk", "top-k and the mass of the rest; unbiased draws; or all logits, for tests")
-    top_k: int = setting(64, "teacher candidates per position, with --store topk")
+    top_k: int = setting(64, "teacher candidates per position, with --store topk", at_least=1)
     logprob_bits: int = setting(5, "of a candidate's log-probability: 4 to 8 on a grid, 16 or 32 as a float")
-    tail_draws: int = setting(0, "draws per position from what is no candidate, with --store topk")
-    samples: int = setting(50, "draws per position, with --store sampled; about a fourth to a half are distinct")
-    proposal_temperature: float = setting(1.0, "at which tokens are drawn; other than 1 takes weights, 0.8 to 1.2 help")
-    sampling_seed: int = setting(0, "of the draws")
+    tail_draws: int = setting(
+        0, "draws per position from what is no candidate, with --store topk", at_most=MOST_SAMPLES
+    )
+    samples: int = setting(
+        50,
+        "draws per position, with --store sampled; about a fourth to a half are distinct",
+        at_least=1,
+        at_most=MOST_SAMPLES,
+    )
+    proposal_temperature: float = setting(
+        1.0, "at which tokens are drawn; other than 1 takes weights, 0.8 to 1.2 help", above=0
+    )
+    sampling_seed: int = setting(0, "of the draws", below=2**63)
     temperatures: tuple[float, ...] = setting((1.0,), "temperatures that the cache can serve")
     max_rows: int = setting(0, "rows at most; 0 takes the whole text")
     eval_fraction: float = setting(
-        0.05, "share of the documents held out for evaluation while training; 0: none, runs hold out rows by content"
+        0.05,
+        "share of the documents held out for evaluation while training; 0: none, runs hold out rows by content",
+        below=1,
     )
     rows_per_shard: int = setting(0, "rows per shard file; 0: about 64 MB")
-    build_batch_size: int = setting(8, "rows per teacher forward", "--batch-size")
+    build_batch_size: int = setting(8, "rows per teacher forward", "--batch-size", at_least=1)
     part: str = setting("", "i/n, from 1/n to n/n: build one of n parts, which copied into one folder are the cache")
     source: SourceConfig = SourceConfig()
     place: PlaceConfig = PlaceConfig()
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        for name in ("top_k", "samples", "build_batch_size"):
-            check_range(self, name, at_least=1)
-        check_range(self, "seq_len", at_least=2)
-        check_range(self, "max_rows", at_least=0)
-        check_range(self, "rows_per_shard", at_least=0)
-        check_range(self, "eval_fraction", at_least=0.0, below=1.0)
-        check_range(self, "proposal_temperature", above=0.0)
-        check_range(self, "tail_draws", at_least=0)
-        for name in ("samples", "tail_draws"):
-            check_range(self, name, at_most=MOST_SAMPLES)
-        check_range(self, "sampling_seed", at_least=0, below=2**63)
+        super().__post_init__()
         if self.logprob_bits not in LOGPROB_BITS:
             raise ConfigError(
                 f"logprob_bits={self.logprob_bits} is unknown; choose one of {', '.join(map(str, LOGPROB_BITS))}."
@@ -98,14 +96,12 @@ class CacheRun:
 
     def check_store(self) -> None:
         """Raise ConfigError where something is set that is another store's."""
-        for store, names in _OF_STORE.items():
-            for name in names if store != self.store else ():
-                if (value := getattr(self, name)) != getattr(CacheRun, name):
-                    raise ConfigError(
-                        f"{name}={value} is of --store {store}, but store={self.store!r}; leave out "
-                        f"--{name.replace('_', '-')} or give --store {store}."
-                    )
-
+        for name, store in _STORE_OF.items():
+            if store != self.store and (value := getattr(self, name)) != getattr(CacheRun, name):
+                raise ConfigError(
+                    f"{name}={value} is of --store {store}, but store={self.store!r}; leave out "
+                    f"--{name.replace('_', '-')} or give --store {store}."
+                )
         for name in () if self.store == "sampled" or self.tail_draws else ("proposal_temperature", "sampling_seed"):
             if (value := getattr(self, name)) != getattr(CacheRun, name):
                 raise ConfigError(
@@ -121,7 +117,7 @@ class CacheRun:
 
 
 @dataclass(frozen=True)
-class MergeRun:
+class MergeRun(Settings):
     """`qat-lora cache merge`: parts of a cache, or several caches of one teacher, as one."""
 
     command: ClassVar[str] = "cache merge"
@@ -129,12 +125,9 @@ class MergeRun:
     output: Path = setting(Path("caches/merged"), "folder of the merged cache; a half-written one is gone on with")
     rows_per_shard: int = setting(0, "rows per shard file; 0: as in the first folder")
 
-    def __post_init__(self) -> None:
-        check_range(self, "rows_per_shard", at_least=0)
-
 
 @dataclass(frozen=True)
-class SplitRun:
+class SplitRun(Settings):
     """`qat-lora cache split`: parts to be copied one by one, or two caches."""
 
     command: ClassVar[str] = "cache split"
@@ -146,14 +139,13 @@ class SplitRun:
     rows: int = setting(0, "rows of the first of two caches; the other has the rest")
 
     def __post_init__(self) -> None:
-        for name in ("parts", "rows"):
-            check_range(self, name, at_least=0)
+        super().__post_init__()
         if self.parts == 1:
             raise ConfigError("parts=1 is the cache itself; give --parts 2 or more.")
 
 
 @dataclass(frozen=True)
-class ConvertRun:
+class ConvertRun(Settings):
     """`qat-lora cache convert`: a cache with other settings, or one of the older layout (shard_*.pt, meta.json)."""
 
     command: ClassVar[str] = "cache convert"
@@ -175,9 +167,7 @@ class ConvertRun:
     )
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        for name in ("top_k", "logprob_bits", "rows_per_shard"):
-            check_range(self, name, at_least=0)
+        super().__post_init__()
         if any(not 0 < t < math.inf for t in self.temperatures):
             raise ConfigError(f"temperatures must be positive, but temperatures={self.temperatures}; use 1.0.")
 

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qat_lora.settings import check_range, setting
+from qat_lora.settings import Settings, setting
 
 
 @dataclass(frozen=True)
-class LoopConfig:
+class LoopConfig(Settings):
     """How long, how much at once, and what happens every so often. A step is an optimizer step, counted from 0."""
 
-    max_steps: int = setting(300, "optimizer steps")
-    batch_size: int = setting(8, "rows per micro-batch on one device")
-    accumulation_steps: int = setting(1, "micro-batches per optimizer step")
+    max_steps: int = setting(300, "optimizer steps", at_least=1)
+    batch_size: int = setting(8, "rows per micro-batch on one device", at_least=1)
+    accumulation_steps: int = setting(1, "micro-batches per optimizer step", at_least=1)
     global_batch_size: int = setting(
         0, "rows per optimizer step over all ranks, from which --accumulation-steps follows; 0: the other way round"
     )
-    log_every: int = setting(10, "steps between two log lines")
+    log_every: int = setting(10, "steps between two log lines", at_least=1)
     eval_every: int = setting(100, "steps between two evaluations on held-out cache rows; 0: at start and end only")
     save_every: int = setting(100, "steps between two checkpoints; 0: at the end only")
     keep_last: int = setting(2, "numbered checkpoints kept beside best.pt and last.pt")
-    eval_rows: int = setting(64, "at most this many held-out rows per evaluation")
-    seed: int = setting(0, "seed of the row order, of dropout and of every initial value")
+    eval_rows: int = setting(64, "at most this many held-out rows per evaluation", at_least=1)
+    seed: int = setting(0, "seed of the row order, of dropout and of every initial value", below=2**32)
     preload: bool | None = setting(
         None, "read the whole cache into RAM; auto: where all ranks of the host have the memory for it", "--preload"
     )
@@ -32,11 +32,3 @@ class LoopConfig:
     disk_cache_gb: float = setting(
         0.0, "GB of a remote cache kept on the local disk; 0: QAT_LORA_DISK_CACHE_GB, or all but a tenth of the disk"
     )
-
-    def __post_init__(self) -> None:
-        for name in ("max_steps", "batch_size", "accumulation_steps", "log_every", "eval_rows"):
-            check_range(self, name, at_least=1)
-        for name in ("global_batch_size", "eval_every", "save_every", "keep_last", "seed", "shuffle_shards"):
-            check_range(self, name, at_least=0)
-        check_range(self, "disk_cache_gb", at_least=0.0)
-        check_range(self, "seed", below=2**32)  # what a NumPy seed can hold

@@ -5,44 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from qat_lora.settings import check_choices, check_range, setting
+from qat_lora.settings import Settings, setting
 
 Device = Literal["auto", "cpu", "cuda", "mps", "tpu"]
-
-
 Dtype = Literal["auto", "fp32", "bf16"]
-
-
 Sync = Literal["phase", "step", "optimizer"]
-
-
 Checkpointing = Literal["auto", "on", "off"]
-
-
 Shard = Literal["none", "fsdp", "spmd", "spmd_data"]
-
-
 MemDebug = Literal["off", "basic", "tensors", "metrics", "hlo"]
 
 
 @dataclass(frozen=True)
-class PlaceConfig:
+class PlaceConfig(Settings):
     """Where a command runs and in which precision."""
 
     device: Device = setting("auto", "auto takes the best device there and says which")
     allow_fallback: bool = setting(False, "continue on the CPU, with a warning, where the named device is absent")
     dtype: Dtype = setting("auto", "compute precision; auto: fp32 on CPU and MPS, bf16 on CUDA and TPU")
     threads: int = setting(0, "CPU threads; 0 leaves torch's own choice")
-    barrier_timeout: int = setting(600, "seconds after which a rank gives up waiting for the others")
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_range(self, "threads", at_least=0)
-        check_range(self, "barrier_timeout", at_least=1)
+    barrier_timeout: int = setting(600, "seconds after which a rank gives up waiting for the others", at_least=1)
 
 
 @dataclass(frozen=True)
-class ExecutionConfig:
+class ExecutionConfig(Settings):
     """How a training step runs on its device. Nothing here changes what is computed, but `tpu_autoscale`."""
 
     sync: Sync = setting(
@@ -59,11 +44,7 @@ class ExecutionConfig:
     )
     scan_layers: bool = setting(False, "XLA: trace and compile one decoder layer and loop over it")
     max_recompiles: int = setting(
-        -1, "XLA: stop when more graphs than this are compiled after the first step; -1 only warns"
+        -1, "XLA: stop when more graphs than this are compiled after the first step; -1 only warns", at_least=-1
     )
     mem_debug: MemDebug = setting("off", "write memory.jsonl into the run's folder, in that much detail")
     tpu_autoscale: bool = setting(False, "XLA: double --batch-size and raise --lr by 1.2")
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_range(self, "max_recompiles", at_least=-1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qat_lora.errors import ConfigError
-from qat_lora.settings import check_choices
+from qat_lora.settings import Settings
 
 Levels = Literal["balanced", "int", "affine", "ternary", "nf4", "iq4_nl", "lut"]
 Scales = Literal["channel", "group", "lowrank"]
@@ -16,7 +16,7 @@ _ONLY_WIDTH = {"ternary": 2, "nf4": 4, "iq4_nl": 4}  # bits of the grids that ha
 
 
 @dataclass(frozen=True)
-class LinearQuant:
+class LinearQuant(Settings):
     """The quantised form of one Linear: W ~ S * L[I] (+ Z), with codes I of `bits` bits.
 
     Attributes:
@@ -39,7 +39,7 @@ class LinearQuant:
     scale_dtype: ScaleDtype = "float16"
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        super().__post_init__()
         if self.bits not in (2, 3, 4, 8):
             raise ConfigError(f"bits must be 2, 3, 4 or 8, but quant bits={self.bits}; choose one of these.")
         if self.group_size < 1:
@@ -67,7 +67,7 @@ class LinearQuant:
 
 
 @dataclass(frozen=True)
-class QuantScheme:
+class QuantScheme(Settings):
     """Which form the MLP's Linears take and which the attention's; embeddings and lm_head stay as they are."""
 
     mlp: LinearQuant = LinearQuant()

@@ -15,13 +15,13 @@ from qat_lora.config.quant import QuantScheme
 from qat_lora.config.source import SourceConfig
 from qat_lora.errors import ConfigError, did_you_mean
 from qat_lora.files import Location
-from qat_lora.settings import check_choices, check_range, setting
+from qat_lora.settings import Settings, setting
 
 Trainable = Literal["weights", "scales", "luts"]
 
 
 @dataclass(frozen=True)
-class QatRun:
+class QatRun(Settings):
     """`qat-lora qat`: train the quantised student against the cache."""
 
     command: ClassVar[str] = "qat"
@@ -40,6 +40,7 @@ class QatRun:
     place: PlaceConfig = PlaceConfig()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         known = get_args(Trainable)
         if not self.train:
             raise ConfigError(f"train is empty, so nothing would be trained; name some of {', '.join(known)}.")
@@ -49,7 +50,7 @@ class QatRun:
 
 
 @dataclass(frozen=True)
-class RecoveryRun:
+class RecoveryRun(Settings):
     """`qat-lora recover`: freeze the student and train LoRA adapters against the same cache."""
 
     command: ClassVar[str] = "recover"
@@ -67,7 +68,7 @@ class RecoveryRun:
 
 
 @dataclass(frozen=True)
-class EvalRun:
+class EvalRun(Settings):
     """`qat-lora eval`: perplexity, KL to the teacher and top-1 agreement on a text."""
 
     command: ClassVar[str] = "eval"
@@ -83,16 +84,14 @@ class EvalRun:
     stride: int = setting(0, "tokens between two windows; 0: windows do not overlap")
     max_rows: int = setting(0, "windows at most; 0 takes the whole text")
     rtn: bool = setting(True, "measure the rounded start of --checkpoint too, if it is not in --output yet")
-    eval_batch_size: int = setting(8, "windows per forward", "--batch-size")
+    eval_batch_size: int = setting(8, "windows per forward", "--batch-size", at_least=1)
     stage: str = setting("", "name of the row in the table; default: what the checkpoint is, else 'model'")
     output: str = setting("", "JSON file that the rows are added to; default: fidelity.json beside the checkpoint")
     source: SourceConfig = SourceConfig()
     place: PlaceConfig = PlaceConfig()
 
     def __post_init__(self) -> None:
-        check_range(self, "eval_batch_size", at_least=1)
-        for name in ("seq_len", "max_rows", "stride"):
-            check_range(self, name, at_least=0)
+        super().__post_init__()
         if self.seq_len == 1:
             raise ConfigError("seq_len must be at least 2, but seq_len=1; a window of one token predicts nothing.")
         if self.seq_len and self.stride >= self.seq_len:
@@ -103,7 +102,7 @@ class EvalRun:
 
 
 @dataclass(frozen=True)
-class ExportRun:
+class ExportRun(Settings):
     """`qat-lora export`: what was trained, in a form that others can load, verified by reloading it."""
 
     command: ClassVar[str] = "export"
@@ -117,10 +116,6 @@ class ExportRun:
     )
     output: Path = setting(Path("export"), "new folder")
     threads: int = setting(0, "CPU threads; 0 leaves torch's own choice")
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_range(self, "threads", at_least=0)
 
 
 AnyRun = QatRun | RecoveryRun | EvalRun | ExportRun

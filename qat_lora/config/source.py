@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from qat_lora.settings import check_choices, check_range, setting
+from qat_lora.settings import Settings, setting
 
 DataFormat = Literal["auto", "text", "alpaca", "sharegpt", "messages"]
 ChatTemplate = Literal["none", "no-think", "think", "both"]
 
 
 @dataclass(frozen=True)
-class SourceConfig:
+class SourceConfig(Settings):
     """How the rows of a text source are read."""
 
     data_format: DataFormat = setting(
@@ -31,9 +31,4 @@ class SourceConfig:
     )
     streaming: bool = setting(False, "hf: read rows over the network as they are needed, without downloading the whole")
     shuffle_buffer: int = setting(0, "shuffle rows, each drawn at random from a buffer of so many; 0 keeps their order")
-    data_seed: int = setting(0, "seed of --shuffle-buffer")
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_range(self, "shuffle_buffer", at_least=0)
-        check_range(self, "data_seed", at_least=0, below=2**32)  # what a NumPy seed can hold
+    data_seed: int = setting(0, "seed of --shuffle-buffer", below=2**32)  # what a NumPy seed can hold
