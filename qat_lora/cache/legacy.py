@@ -29,11 +29,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from qat_lora.cache.build import Progress
 from qat_lora.cache.index import CacheIndex, row_keys, source_digest
 from qat_lora.cache.manifest import Array, CacheManifest
-from qat_lora.cache.operations import Narrowed, Progress, check_apart, narrower, write_rows
+from qat_lora.cache.operations import check_apart, joined, narrowed, narrower, rewrite
 from qat_lora.cache.reduce import LEAST_LOGPROB
-from qat_lora.cache.rows import joined
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 
 META_NAME = "meta.json"
@@ -90,7 +90,7 @@ def convert_older(
     )
     wanted = narrower(was, folder, top_k=top_k, logprob_bits=logprob_bits or 5)
     wanted = dataclasses.replace(wanted, rows_per_shard=rows_per_shard)  # 0: what fits a shard, once it is narrow
-    return write_rows(Narrowed(rows, was, wanted), wanted, output, progress)
+    return rewrite(lambda some: narrowed(rows.fields(some), was, wanted), wanted, output, progress)
 
 
 class OlderRows:

@@ -1,8 +1,9 @@
 """Finished caches into other ones: merged, split, and with other settings.
 
-Owns what may be put together, and what the new manifest says. Rows come from `rows` (or `older`), are written by
-`writer`, so each of these acts can be killed and gone on with by the same call, and its files are the same as if it
-had not been. One shard of the source and one of the result are in memory.
+Owns what may be put together, and what the new manifest says. A `CacheWriter` writes, so each of these acts can be
+killed and continued by the same call, and its files are the same as if it had not been. Each shard that is read is read
+whole and its sha256 compared, so that no damage is taken into a cache with digests of its own. One shard of the source
+and one of the result are in memory.
 
 Legend: R rows, T positions, K candidates, n temperatures.
 """
@@ -10,19 +11,22 @@ Legend: R rows, T positions, K candidates, n temperatures.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import load_file
 
-from qat_lora.cache.codec import AS_STORED
-from qat_lora.cache.index import CacheIndex, source_digest
-from qat_lora.cache.manifest import Array, CacheManifest, Part, load_manifest
-from qat_lora.cache.rows import JoinedRows, Rows, SomeRows, StoredRows
+from qat_lora.cache.build import Progress
+from qat_lora.cache.codec import AS_STORED, decoded, rows_of
+from qat_lora.cache.index import CacheIndex, Shard, check_shard, load_cache, source_digest
+from qat_lora.cache.manifest import WHOLE, Array, CacheManifest, Part, load_manifest
 from qat_lora.cache.write import CacheWriter
-from qat_lora.errors import CacheMismatch, ConfigError
+from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 
-Progress = Callable[[int, int], None]  # shards written, shards in all
+Fields = Callable[[range], dict[str, Array]]  # some rows -> all that a cache holds of them, [len(rows), ...] each
+_Act = tuple[CacheWriter, Callable[[int], None]]  # a folder that becomes a cache, and how a shard of it is written
 
 _OF_THE_ROWS = ("rows", "rows_per_shard", "source_digest")  # what may differ between caches that are merged
 
@@ -32,8 +36,9 @@ def merge(
 ) -> CacheIndex:
     """Put caches together: folders of one cache (its parts) are united, different caches are laid end to end.
 
-    Parts alone give the files that one build leaves, byte for byte. Rows of several caches must be of one teacher,
-    tokenizer and length, and stored alike; they come in the order of the folders, with a source_digest of their own.
+    Parts of one cache give the files that one build leaves, byte for byte. Rows of several caches must be of one
+    teacher, tokenizer and length, and stored alike; they come in the order of the folders, with a source_digest of
+    their own.
 
     Raises CacheError where a cache is incomplete or damaged, CacheMismatch where two of them are of different kinds.
     """
@@ -47,20 +52,26 @@ def merge(
                 f"{str(sources[0].folders[0])!r} and {str(source.folders[0])!r} cannot be merged ({shown}); merge "
                 "caches of one teacher, and make what is stored alike with `qat-lora cache convert`."
             )
-    each = rows_per_shard or first.rows_per_shard
-    if len(sources) == 1:
-        if each == first.rows_per_shard:
-            return _copied(sources[0], output, Part(1, 1), progress)
-        return write_rows(sources[0], dataclasses.replace(first, rows_per_shard=each), output, progress)
-    rows = JoinedRows(sources)
+    if len(sources) == 1 and rows_per_shard in (0, first.rows_per_shard):
+        return _write_all([_copied(output, sources[0])], progress)[0]
+    keys = np.concatenate([source.keys() for source in sources])
     manifest = dataclasses.replace(
         first,
-        rows=rows.count,
-        rows_per_shard=each,
+        rows=len(keys),
+        rows_per_shard=rows_per_shard or first.rows_per_shard,
         source=" + ".join(dict.fromkeys(source.manifest.source for source in sources)),
-        source_digest=source_digest(rows.keys(), first.seq_len),
+        source_digest=source_digest(keys, first.seq_len),
     )
-    return write_rows(rows, manifest, output, progress)
+
+    def fields(rows: range) -> dict[str, Array]:
+        pieces, start = [], 0
+        for source in sources:
+            own = range(max(rows.start - start, 0), min(rows.stop - start, source.manifest.rows))
+            pieces += [source.fields(own)] if own else []
+            start += source.manifest.rows
+        return joined(pieces)
+
+    return rewrite(fields, manifest, output, progress)
 
 
 def split_parts(
@@ -70,13 +81,8 @@ def split_parts(
     source = StoredRows([folder])
     folders = [output / f"part-{number}-of-{count}" for number in range(1, count + 1)]
     check_apart([folder], *folders)
-    before = 0
-    found = []
-    for number, part_folder in enumerate(folders, 1):
-        index = _copied(source, part_folder, Part(number, count), _moved(progress, before, source.manifest.shard_count))
-        before += len(index.shards)
-        found.append((part_folder, index))
-    return found
+    acts = [_copied(part_folder, source, Part(number, count)) for number, part_folder in enumerate(folders, 1)]
+    return list(zip(folders, _write_all(acts, progress), strict=True))
 
 
 def split_rows(
@@ -90,23 +96,18 @@ def split_rows(
             f"--rows {rows} leaves nothing to one side of {str(folder)!r}, which has {was.rows} rows; give 1 to "
             f"{was.rows - 1}."
         )
-    check_apart([folder], output / "first", output / "rest")
-    ranges = {"first": range(rows), "rest": range(rows, was.rows)}
-    total = sum(-(-len(chosen) // was.rows_per_shard) for chosen in ranges.values())
-    before = 0
-    found = []
-    for name, chosen in ranges.items():
-        some = SomeRows(source, chosen)
+    folders = [output / "first", output / "rest"]
+    check_apart([folder], *folders)
+    acts = []
+    for chosen, side in zip((range(rows), range(rows, was.rows)), folders, strict=True):
         manifest = dataclasses.replace(
             was,
-            rows=some.count,
+            rows=len(chosen),
             source=f"{was.source} (rows {chosen.start + 1:,} to {chosen.stop:,} of {was.rows:,})",
-            source_digest=source_digest(some.keys(), was.seq_len),
+            source_digest=source_digest(source.keys()[chosen.start : chosen.stop], was.seq_len),
         )
-        made = write_rows(some, manifest, output / name, _moved(progress, before, total))
-        before += manifest.shard_count
-        found.append((output / name, made))
-    return found
+        acts.append(_from_fields(side, manifest, functools.partial(source.fields, start=chosen.start)))
+    return list(zip(folders, _write_all(acts, progress), strict=True))
 
 
 def convert(
@@ -123,142 +124,165 @@ def convert(
     source = StoredRows([folder])
     check_apart([folder], output)
     was = source.manifest
-    manifest = narrower(was, folder, top_k=top_k, temperatures=temperatures, logprob_bits=logprob_bits)
-    manifest = dataclasses.replace(manifest, rows_per_shard=rows_per_shard or was.rows_per_shard)
-    return write_rows(Narrowed(source, was, manifest), manifest, output, progress)
+    wanted = narrower(was, folder, top_k=top_k, temperatures=temperatures, logprob_bits=logprob_bits)
+    wanted = dataclasses.replace(wanted, rows_per_shard=rows_per_shard or was.rows_per_shard)
+    return rewrite(lambda rows: narrowed(source.fields(rows), was, wanted), wanted, output, progress)
 
 
-def write_rows(rows: Rows, manifest: CacheManifest, output: Path, progress: Progress | None = None) -> CacheIndex:
+def rewrite(fields: Fields, manifest: CacheManifest, output: Path, progress: Progress | None = None) -> CacheIndex:
     """Write, or continue writing, the cache of a manifest with these rows; return what is there in the end."""
-    writer = CacheWriter(output, manifest)
-    done = manifest.shard_count - len(writer.missing)
-    for number in writer.missing:
-        writer.write_shard(number, rows.fields(manifest.shard_rows(number)))
-        done += 1
-        if progress is not None:
-            progress(done, manifest.shard_count)
-    return writer.finish()
+    return _write_all([_from_fields(output, manifest, fields)], progress)[0]
 
 
 def narrower(
     was: CacheManifest, folder: Path, *, top_k: int = 0, temperatures: Sequence[float] = (), logprob_bits: int = 0
 ) -> CacheManifest:
     """Return the manifest of a cache with less; ConfigError where more is asked for than is there."""
-    if was.store != "topk" and (top_k or temperatures or logprob_bits):
-        raise ConfigError(
-            f"{str(folder)!r} has store={was.store!r}, of which top_k, temperatures and logprob_bits cannot be "
-            "changed; leave these out, or build a cache with them."
-        )
-    if was.tail_draws and top_k not in (0, was.top_k):
-        raise ConfigError(
-            f"{str(folder)!r} has {was.tail_draws} draws from all but its {was.top_k} candidates, which say nothing of "
-            f"candidates left out, but top_k={top_k}; leave --top-k out, or build a cache with --top-k {top_k}."
-        )
-    if top_k > was.top_k:
-        raise ConfigError(
-            f"{str(folder)!r} stores {was.top_k} candidates, but top_k={top_k}; set --top-k to at most {was.top_k}."
-        )
-    if lacking := [t for t in temperatures if t not in was.temperatures]:
-        raise ConfigError(
-            f"{str(folder)!r} serves temperatures {list(was.temperatures)}, but temperatures={list(temperatures)}; "
-            f"leave out {lacking[0]}, or build a cache with it."
-        )
-    if logprob_bits > was.logprob_bits:
-        raise ConfigError(
-            f"{str(folder)!r} stores log-probabilities in {was.logprob_bits} bits, but logprob_bits={logprob_bits}, "
-            "which would not bring back the digits; leave --logprob-bits out."
-        )
     changes = {"top_k": top_k, "temperatures": tuple(temperatures), "logprob_bits": logprob_bits}
-    return dataclasses.replace(was, **{k: v for k, v in changes.items() if v})  # type: ignore[arg-type]
+    changes = {name: value for name, value in changes.items() if value}
+    lacking = ", ".join(str(t) for t in temperatures if t not in was.temperatures)
+    for is_wrong, why in (
+        (
+            was.store != "topk" and changes,
+            f"has store={was.store!r}, of which top_k, temperatures and logprob_bits cannot be changed; leave these "
+            "out, or build a cache with them",
+        ),
+        (
+            was.tail_draws and top_k not in (0, was.top_k),
+            f"has {was.tail_draws} draws from all but its {was.top_k} candidates, which say nothing of candidates left "
+            f"out, but top_k={top_k}; leave --top-k out, or build a cache with --top-k {top_k}",
+        ),
+        (
+            top_k > was.top_k,
+            f"stores {was.top_k} candidates, but top_k={top_k}; set --top-k to at most {was.top_k}",
+        ),
+        (
+            lacking,
+            f"serves temperatures {list(was.temperatures)}, but temperatures={list(temperatures)}; leave out {lacking},"
+            " or build a cache with it",
+        ),
+        (
+            logprob_bits > was.logprob_bits,
+            f"stores log-probabilities in {was.logprob_bits} bits, but logprob_bits={logprob_bits}, which would not "
+            "bring back the digits; leave --logprob-bits out",
+        ),
+    ):
+        if is_wrong:
+            raise ConfigError(f"{str(folder)!r} {why}.")
+    return dataclasses.replace(was, **changes)  # type: ignore[arg-type]
 
 
-class Narrowed:
-    """Rows of a top-k cache with fewer candidates or temperatures, or log-probabilities in fewer bits."""
+def narrowed(fields: dict[str, Array], was: CacheManifest, wanted: CacheManifest) -> dict[str, Array]:
+    """Fields of some rows with fewer candidates, whose probability joins the tail, temperatures or bits."""
+    if was.store != "topk":
+        return fields
+    k, places = wanted.top_k, [was.temperatures.index(t) for t in wanted.temperatures]
+    dtype = wanted.fields(1)["topk_logprobs"][1]
+    found = fields | {
+        "topk_ids": fields["topk_ids"][..., :k],
+        "topk_logprobs": fields["topk_logprobs"][..., :k].astype(dtype),
+        "tail": (fields["tail"] + _dropped(fields, was, k) if k < was.top_k else fields["tail"])[..., places],
+    }
+    if wanted.logprob_bits != was.logprob_bits:
+        found = {name: x for name, x in found.items() if name not in AS_STORED}
+    elif "levels" in found:
+        found["levels"] = fields["levels"][..., : k - 1]
+    if was.tail_draws:
+        found["tail_entropy"] = fields["tail_entropy"][..., places]
+    if was.weighed:
+        ratios = found.pop("draw_ratios")[..., [was.weighed.index(places[i]) for i in wanted.weighed]]
+        found |= {"draw_ratios": ratios} if wanted.weighed else {}
+    return found
 
-    def __init__(self, source: Rows, was: CacheManifest, wanted: CacheManifest) -> None:
-        """Take the rows, and the manifests that they follow and shall follow."""
-        self._source, self._was, self._wanted = source, was, wanted
 
-    @property
-    def count(self) -> int:
-        """How many rows there are."""
-        return self._source.count
+def _dropped(fields: dict[str, Array], was: CacheManifest, k: int) -> Array:
+    """Probability of the candidates from `k` on at each temperature [R, T, n], as `kd.targets` would have it."""
+    logp_RTK, dropped = fields["topk_logprobs"].astype(np.float64), []
+    for i, temperature in enumerate(was.temperatures):
+        weights_RTK = np.exp((logp_RTK - logp_RTK[..., :1]) / temperature)
+        kept_RT = 1.0 - fields["tail"][..., i].astype(np.float64)
+        dropped.append(kept_RT * weights_RTK[..., k:].sum(-1) / weights_RTK.sum(-1))
+    return np.stack(dropped, axis=-1).astype(np.float32)
 
-    def fields(self, rows: range) -> dict[str, Array]:
-        """Return the source's fields, the dropped candidates' probability in the tail."""
-        fields, k = self._source.fields(rows), self._wanted.top_k
-        if self._was.store != "topk":
-            return fields
-        places = [self._was.temperatures.index(t) for t in self._wanted.temperatures]
-        tail_RTn = fields["tail"]
-        if k < self._was.top_k:
-            tail_RTn = tail_RTn + self._dropped(fields, k)
-        if self._wanted.logprob_bits != self._was.logprob_bits:
-            fields = {name: x for name, x in fields.items() if name not in AS_STORED}
-        elif "levels" in fields:
-            fields["levels"] = fields["levels"][..., : k - 1]
-        dtype = self._wanted.fields(1)["topk_logprobs"][1]
-        if self._was.tail_draws:
-            fields = fields | self._draws(fields, places)
-        return {
-            **fields,
-            "topk_ids": fields["topk_ids"][..., :k],
-            "topk_logprobs": fields["topk_logprobs"][..., :k].astype(dtype),
-            "tail": tail_RTn[..., places],
-        }
 
-    def _draws(self, fields: dict[str, Array], places: list[int]) -> dict[str, Array]:
-        """What draws from the tail have of each temperature, of those that are wanted."""
-        found = {"tail_entropy": fields["tail_entropy"][..., places]}
-        if self._was.weighed:
-            columns = [self._was.weighed.index(places[i]) for i in self._wanted.weighed]
-            found["draw_ratios"] = fields.pop("draw_ratios")[..., columns]
-        return {name: x for name, x in found.items() if x.size}
+class StoredRows:
+    """The rows of a finished cache, its shards in one folder, or those of its parts in several.
+
+    Attributes:
+        shards: by index, each with where it lies.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        """Read the headers of all folders, which must be of one cache and together complete."""
+        self.folders, self.manifest = tuple(folders), load_manifest(folders[0])
+        self.shards: dict[int, tuple[Shard, Path]] = {}
+        for folder in folders:
+            for shard in load_cache(folder).shards:
+                self.shards.setdefault(shard.index, (shard, folder / shard.file))
+        if len(self.shards) < self.manifest.shard_count:
+            raise CacheError(
+                f"{', '.join(map(str, folders))}: {len(self.shards)} of the {self.manifest.shard_count} shards of one "
+                "cache; give the folders of all its parts, or run its build command again, which continues where it "
+                "stopped."
+            )
+        self._last: tuple[int, dict[str, Array]] = (-1, {})
+
+    def fields(self, rows: range, *, start: int = 0) -> dict[str, Array]:
+        """Return the fields of rows, a range that is not empty and counts from row `start`, whatever their shards."""
+        first, stop, each, pieces = start + rows.start, start + rows.stop, self.manifest.rows_per_shard, []
+        for index in range(first // each, -(-stop // each)):
+            if self._last[0] != index:
+                self._last = (-1, {})  # one shard at a time
+                shard, path = self.shards[index]
+                check_shard(path, shard)
+                self._last = (index, decoded(self.manifest, rows_of(self.manifest, load_file(path), 0, shard.rows)))
+            inside = slice(max(0, first - index * each), stop - index * each)
+            pieces.append({name: x[inside] for name, x in self._last[1].items()})
+        return joined(pieces)
 
     def keys(self) -> Array:
-        """Return the source's."""
-        return self._source.keys()
+        """The keys of all rows, uint64 [R] (see `index.row_keys`)."""
+        return np.concatenate([self.shards[number][0].key_array() for number in range(self.manifest.shard_count)])
 
-    def _dropped(self, fields: dict[str, Array], k: int) -> Array:
-        """Probability of the candidates from `k` on at each temperature ``[R, T, n]``, as `targets` would have it."""
-        dropped = []
-        logp_RTK = fields["topk_logprobs"].astype(np.float64)
-        for i, temperature in enumerate(self._was.temperatures):
-            weights_RTK = np.exp((logp_RTK - logp_RTK[..., :1]) / temperature)
-            kept_RT = 1.0 - fields["tail"][..., i].astype(np.float64)
-            dropped.append(kept_RT * weights_RTK[..., k:].sum(-1) / weights_RTK.sum(-1))
-        return np.stack(dropped, axis=-1).astype(np.float32)
+
+def joined(pieces: Sequence[dict[str, Array]]) -> dict[str, Array]:
+    """Fields one after the other; a copy only where there are several pieces."""
+    if len(pieces) == 1:
+        return dict(pieces[0])
+    return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+def _from_fields(output: Path, manifest: CacheManifest, fields: Fields) -> _Act:
+    writer = CacheWriter(output, manifest)
+    return writer, lambda number: writer.write_shard(number, fields(manifest.shard_rows(number)))
+
+
+def _copied(output: Path, source: StoredRows, part: Part = WHOLE) -> _Act:
+    writer = CacheWriter(output, source.manifest, part=part)
+    return writer, lambda number: writer.copy_shard(*source.shards[number])
+
+
+def _write_all(acts: Sequence[_Act], progress: Progress | None) -> list[CacheIndex]:
+    """Write what each folder lacks; `progress` counts the shards of all."""
+    total = sum(len(writer.indices) for writer, _ in acts)
+    done = total - sum(len(writer.missing) for writer, _ in acts)
+    found = []
+    for writer, write in acts:
+        for number in writer.missing:
+            write(number)
+            done += 1
+            if progress is not None:
+                progress(done, total)
+        found.append(writer.finish())
+    return found
 
 
 def _caches(folders: Sequence[Path]) -> list[StoredRows]:
     """The different caches that folders hold together, in the order in which they are named."""
-    groups: list[tuple[CacheManifest, list[Path]]] = []
+    groups: dict[str, list[Path]] = {}
     for folder in folders:
-        manifest = load_manifest(folder)
-        for known, members in groups:
-            if not known.differing(manifest):
-                members.append(folder)
-                break
-        else:
-            groups.append((manifest, [folder]))
-    return [StoredRows(members) for _, members in groups]
-
-
-def _copied(source: StoredRows, output: Path, part: Part, progress: Progress | None) -> CacheIndex:
-    writer = CacheWriter(output, source.manifest, part=part)
-    done = len(writer.indices) - len(writer.missing)
-    for number in writer.missing:
-        path, shard = source.shard(number)
-        writer.copy_shard(shard, path)
-        done += 1
-        if progress is not None:
-            progress(done, source.manifest.shard_count)
-    return writer.finish()
-
-
-def _moved(progress: Progress | None, before: int, total: int) -> Progress | None:
-    """Progress of one of several results."""
-    return None if progress is None else lambda done, _: progress(before + done, total)
+        groups.setdefault(load_manifest(folder).digest, []).append(folder)
+    return [StoredRows(members) for members in groups.values()]
 
 
 def check_apart(folders: Sequence[Path], *outputs: Path) -> None:

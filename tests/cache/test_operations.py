@@ -1,4 +1,4 @@
-"""Merging, splitting and converting: what is made equals what a build makes, and each act can be gone on with."""
+"""Merging, splitting and converting: what is made equals what a build makes, and each act can be continued."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from qat_lora.cache import (
     load_cache,
     load_manifest,
     merge,
+    operations,
     source_digest,
     split_parts,
     split_rows,
     verify,
 )
-from qat_lora.cache import rows as rows_module
-from qat_lora.cache.rows import StoredRows
+from qat_lora.cache.operations import StoredRows
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from qat_lora.kd import targets
 from tests.cache.blocks import Blocks
@@ -60,7 +60,7 @@ def shards_of(folder):
 
 def fields_of(folder):
     rows = StoredRows([folder])
-    return rows.fields(range(rows.count))
+    return rows.fields(range(rows.manifest.rows))
 
 
 def equal(a, b) -> bool:
@@ -283,7 +283,7 @@ def acts(tmp_path, whole):
 
 @pytest.mark.parametrize("act", ["merge", "copy", "parts", "rows", "convert"])
 @pytest.mark.parametrize("after", [1, 3, 4])
-def test_an_act_that_stops_is_gone_on_with_to_the_same_files(tmp_path, whole, act, after):
+def test_an_act_that_stops_continues_to_the_same_files(tmp_path, whole, act, after):
     do = acts(tmp_path, whole)[act]
     do(tmp_path / "once")
     left = after
@@ -308,13 +308,13 @@ def test_an_act_that_stops_is_gone_on_with_to_the_same_files(tmp_path, whole, ac
 def test_one_shard_is_held_at_a_time_and_each_is_read_as_seldom_as_can_be(tmp_path, monkeypatch):
     build(tmp_path / "c", rows=60, top_k=1)
     loads = []
-    load = rows_module.load_file
+    load = operations.load_file
 
     def loading(path):
         loads.append(int(path.stem[6:]))
         return load(path)
 
-    monkeypatch.setattr(rows_module, "load_file", loading)
+    monkeypatch.setattr(operations, "load_file", loading)
     convert(tmp_path / "c", tmp_path / "d", rows_per_shard=7)
     assert loads == list(range(20))
 
