@@ -40,9 +40,8 @@ from qat_lora.config import KDConfig, OptimConfig, PlaceConfig
 from qat_lora.config.cache import CacheRun
 from qat_lora.files import write_json
 from qat_lora.runtime import Runtime, runtime_for
+from qat_lora.train.loop import TrainState, accumulate_gradients, train_step
 from qat_lora.train.objective import Batch, KDObjective
-from qat_lora.train.state import TrainState
-from qat_lora.train.step import accumulate_gradients, train_step
 
 PRESET = "q2_g32"
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 2e-3  # relative; float32, sums in another order

@@ -24,10 +24,9 @@ from qat_lora.cache import KDCacheDataset
 from qat_lora.config import KDConfig, LoopConfig, OptimConfig, PlaceConfig, RecoveryRun
 from qat_lora.config.presets import qat_run
 from qat_lora.runtime import LocalRuntime, Runtime, runtime_for
+from qat_lora.train.loop import StepInfo, TrainState, train_step
 from qat_lora.train.objective import KDObjective
 from qat_lora.train.run import run_qat, run_recovery
-from qat_lora.train.state import StepInfo, TrainState
-from qat_lora.train.step import train_step
 
 PRESET = "q4_g32"
 CPU = PlaceConfig(device="cpu", barrier_timeout=300)

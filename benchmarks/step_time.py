@@ -37,10 +37,9 @@ from qat_lora.config.presets import scheme
 from qat_lora.quant import freeze_codes
 from qat_lora.runtime import LocalRuntime
 from qat_lora.runtime.local import process_memory
+from qat_lora.train.loop import TrainState, train_step
 from qat_lora.train.objective import KDObjective
 from qat_lora.train.optim import build_optimizer
-from qat_lora.train.state import TrainState
-from qat_lora.train.step import train_step
 from qat_lora.train.student import round_to_nearest, trained_parameters
 
 KINDS = ("full fine-tune", "QAT", "LoRA", "recovery")

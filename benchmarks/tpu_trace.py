@@ -33,10 +33,9 @@ from qat_lora.runtime.precision import lower_frozen, precision_for
 from qat_lora.runtime.xla.device import XlaRuntime
 from qat_lora.runtime.xla.graphs import cuts
 from qat_lora.train.execution import lower_layers
+from qat_lora.train.loop import TrainState, train_step
 from qat_lora.train.objective import KDObjective
 from qat_lora.train.optim import build_optimizer
-from qat_lora.train.state import TrainState
-from qat_lora.train.step import train_step
 from qat_lora.train.student import trained_parameters
 
 _XLAC = torch_xla._XLAC

@@ -22,11 +22,10 @@ from qat_lora.quant import freeze_codes, to_dense
 from qat_lora.runtime import LocalRuntime
 from qat_lora.train.anchor import build_anchor
 from qat_lora.train.checkpoint import load_checkpoint
+from qat_lora.train.loop import StepInfo, TrainState, accumulate_gradients, train_step
 from qat_lora.train.objective import Anchor, KDObjective
 from qat_lora.train.optim import build_optimizer
 from qat_lora.train.run import run_qat, run_recovery
-from qat_lora.train.state import StepInfo, TrainState
-from qat_lora.train.step import accumulate_gradients, train_step
 from qat_lora.train.student import round_to_nearest, trained_parameters
 from tests.conftest import SEQ_LEN, VOCAB, cache_run, qat_run, recovery_run
 from tests.tolerances import (

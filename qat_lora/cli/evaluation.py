@@ -30,7 +30,7 @@ from qat_lora.files import check_writable, is_remote
 from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.settings import from_json
 from qat_lora.train.checkpoint import load_checkpoint
-from qat_lora.train.provenance import versions
+from qat_lora.train.folder import versions
 from qat_lora.train.student import load_student, round_to_nearest
 
 log = logging.getLogger(__name__)

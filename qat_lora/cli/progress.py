@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from qat_lora.train.loop import Hook
-from qat_lora.train.state import StepInfo, TrainState
+from qat_lora.train.loop import Hook, StepInfo, TrainState
 
 # Of those that torchrun started; without it one is the first, whatever a job scheduler has set.
 IS_FIRST_RANK = os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
@@ -104,6 +103,3 @@ class BarHook(Hook):
     def after_step(self, state: TrainState, info: StepInfo) -> None:
         """Move on."""
         self._update(info.step)
-
-    def end(self, state: TrainState) -> None:
-        """Nothing."""

@@ -24,7 +24,7 @@ from qat_lora.errors import CheckpointError
 from qat_lora.models import Identity
 from qat_lora.runtime import Runtime
 from qat_lora.settings import to_json
-from qat_lora.train.state import TrainState
+from qat_lora.train.loop import TrainState
 
 FORMAT = "qat_lora.checkpoint"
 _PROGRESS = ("step", "best_kl", "best_step", "first_kl", "last_kl", "evaluated_step")

@@ -1,16 +1,27 @@
-"""A run's folder: its files, which of them a new run would replace, and the numbered checkpoints."""
+"""A run's folder: its files, loss.csv, the numbered checkpoints, and which code made them."""
 
 from __future__ import annotations
 
+import csv
+import importlib.metadata
+import io
+import math
 import os
 import shutil
+import subprocess
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from qat_lora.files import write_atomically
 from qat_lora.runtime import Runtime
 from qat_lora.train.checkpoint import load_checkpoint
 
+COLUMNS = ("step", "loss", "grad_norm", "lr", "eval_kl", "tokens", "seconds")
 _FILES = ("best.pt", "last.pt", "anchor.pt", "loss.csv", "loss.png", "run.json", "summary.json", "memory.jsonl")
+_PACKAGES = ("transformers", "peft", "safetensors")
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -60,3 +71,69 @@ def _same_file(path: Path, name: Path) -> None:
     except OSError:
         shutil.copyfile(path, temporary)
     os.replace(temporary, name)
+
+
+@dataclass
+class LossLog:
+    """Rows of loss.csv, in memory and on disk; a resumed run adds to the rows of its own past."""
+
+    path: Path
+    rows: list[dict[str, float]] = field(default_factory=list)
+    writes: bool = True  # one rank of several does
+
+    def open_at(self, step: int) -> None:
+        """Keep the rows of up to `step` steps done and forget the rest."""
+        if step and self.path.exists():
+            with self.path.open(newline="") as stream:
+                found = [_parsed(row) for row in csv.DictReader(stream)]
+            self.rows = [row for row in found if row is not None and row["step"] <= step]
+        if self.writes:
+            text = io.StringIO(newline="")
+            writer = csv.DictWriter(text, COLUMNS)
+            writer.writeheader()
+            writer.writerows(_readable(row) for row in self.rows)
+            write_atomically(self.path, lambda stream: stream.write(text.getvalue().encode()))
+
+    def add(self, **values: float) -> None:
+        """Append one row; columns without a value stay empty."""
+        row = {name: float(values.get(name, math.nan)) for name in COLUMNS}
+        self.rows.append(row)
+        if self.writes:
+            with self.path.open("a", newline="") as stream:
+                csv.DictWriter(stream, COLUMNS).writerow(_readable(row))
+
+
+def _parsed(row: dict[str, str]) -> dict[str, float] | None:
+    """The numbers of a row; None for one that a kill has cut short."""
+    try:
+        return {name: float(row[name]) if row[name] else math.nan for name in COLUMNS}
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _readable(row: dict[str, float]) -> dict[str, str]:
+    return {name: "" if math.isnan(value) else f"{value:.9g}" for name, value in row.items()}
+
+
+def provenance() -> dict[str, Any]:
+    """Versions and commit, read once when a run starts: files may change while it runs, its code does not."""
+    return {"versions": versions(), "git_commit": git_commit()}
+
+
+def versions() -> dict[str, str]:
+    """Versions of the libraries that a result depends on."""
+    found = {"qat_lora": importlib.metadata.version("qat_lora")}
+    return found | {"torch": str(torch.__version__)} | {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
+def git_commit() -> str:
+    """Commit of the working tree that this package lies in, with -dirty where it was changed; empty outside git."""
+    here = Path(__file__)
+    git = ["git", "-C", str(here.parent)]
+    tracked = [*git, "ls-files", "--error-unmatch", here.name]  # an install may lie inside somebody else's repository
+    command = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        subprocess.run(tracked, capture_output=True, timeout=10, check=True)
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

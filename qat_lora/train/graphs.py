@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from qat_lora.errors import TrainingError
 from qat_lora.runtime import CompiledGraph, Runtime
-from qat_lora.train.state import StepInfo, TrainState
+from qat_lora.train.loop import Hook, StepInfo, TrainState
 
 log = logging.getLogger(__name__)
 
 
-class RecompileHook:
+class RecompileHook(Hook):
     """Counts compilations after the first step of a launch, and stops the run where they are too many.
 
     The last hook of all, so that whatever the others compile is seen at their own step.
@@ -27,9 +27,6 @@ class RecompileHook:
         self._first: frozenset[str] | None = None
         self._last: StepInfo | None = None
         self._before, self._known, self._first_count = runtime.compiled(), 0, 0
-
-    def start(self, state: TrainState) -> None:
-        """Nothing: everything may compile before and in the first step."""
 
     def after_step(self, state: TrainState, info: StepInfo) -> None:
         """Compare the number of compilations with the one after the first step."""

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from qat_lora.config import MemDebug
 from qat_lora.runtime import Runtime
-from qat_lora.train.state import StepInfo, TrainState
+from qat_lora.train.loop import Hook, StepInfo, TrainState
 
 _LEVELS: tuple[MemDebug, ...] = ("off", "basic", "tensors", "metrics", "hlo")
 _LARGEST = 10
 
 
-class MemoryHook:
+class MemoryHook(Hook):
     """Writes one line per call.
 
     ``basic``: bytes in use. Each level adds something: ``tensors`` every tensor that Python holds, ``metrics`` the

@@ -27,19 +27,16 @@ from qat_lora.train.anchor import anchor_of
 from qat_lora.train.checking import another_run, check, check_ranks_agree
 from qat_lora.train.checkpoint import restore, resume_state, run_facts, student_state
 from qat_lora.train.execution import Run, autoscaled, lower_layers, state_bytes, with_global_batch
-from qat_lora.train.folder import how_to_continue, remove_run, save_numbered
+from qat_lora.train.folder import LossLog, how_to_continue, provenance, remove_run, save_numbered
 from qat_lora.train.graphs import RecompileHook
-from qat_lora.train.hooks import CheckpointHook, EvalHook
-from qat_lora.train.loop import Hook, train
-from qat_lora.train.losses import LogHook, LossLog
+from qat_lora.train.hooks import CheckpointHook, EvalHook, LogHook
+from qat_lora.train.loop import Hook, TrainState, train
 from qat_lora.train.memory import MemoryHook
 from qat_lora.train.objective import KDObjective
 from qat_lora.train.opening import Launch, Opening
 from qat_lora.train.optim import averages_of, build_optimizer
 from qat_lora.train.plot import write_loss_png
-from qat_lora.train.provenance import provenance
 from qat_lora.train.speed import SpeedHook
-from qat_lora.train.state import TrainState
 from qat_lora.train.student import Student, restored, round_to_nearest, student_tensors, trained_parameters
 
 __all__ = ["Launch", "RunResult", "run_qat", "run_recovery"]

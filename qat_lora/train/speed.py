@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator
 
 from qat_lora.runtime import Runtime
-from qat_lora.train.state import StepInfo, TrainState
+from qat_lora.train.loop import Hook, StepInfo, TrainState
 
 log = logging.getLogger(__name__)
 
 
-class SpeedHook:
+class SpeedHook(Hook):
     """Times steps, the first step of a launch apart, which compiles or fills caches; evaluation and saving left out.
 
     A call returns before an asynchronous device has done its work, so the clock is read after `synchronize()`. That

@@ -13,9 +13,9 @@ from qat_lora.config import ExecutionConfig, PlaceConfig, QatRun
 from qat_lora.errors import CheckpointError, TrainingError
 from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.train.hooks import CheckpointHook
+from qat_lora.train.loop import TrainState
 from qat_lora.train.run import run_qat, run_recovery
 from qat_lora.train.speed import SpeedHook
-from qat_lora.train.state import TrainState
 from tests.runtime.ranks import KillAt7, outcome, settings
 
 

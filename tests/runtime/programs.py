@@ -208,10 +208,9 @@ def training_hlo(folder: str) -> dict:
     from qat_lora.config.presets import scheme
     from qat_lora.kd import TargetSpec
     from qat_lora.quant import freeze_codes, quantize_model
+    from qat_lora.train.loop import TrainState, train_step
     from qat_lora.train.objective import KDObjective
     from qat_lora.train.optim import build_optimizer
-    from qat_lora.train.state import TrainState
-    from qat_lora.train.step import train_step
 
     rows, length, vocab, top_k = 2, 64, 32003, 8
     runtime = runtime_for(PlaceConfig(device="tpu", dtype="fp32"), sync="optimizer")

@@ -29,11 +29,10 @@ from qat_lora.quant import freeze_codes, quantize_model
 from qat_lora.runtime import LocalRuntime, runtime_for
 from qat_lora.train import optim
 from qat_lora.train.execution import lower_layers
+from qat_lora.train.loop import TrainState, accumulate_gradients, train_step
 from qat_lora.train.objective import Counts, KDObjective, Term
 from qat_lora.train.optim import build_optimizer
 from qat_lora.train.run import run_qat, run_recovery
-from qat_lora.train.state import TrainState
-from qat_lora.train.step import accumulate_gradients, train_step
 from qat_lora.train.student import load_student, trained_parameters
 from tests.conftest import VOCAB, cache_run, qat_run, recovery_run
 from tests.runtime import programs

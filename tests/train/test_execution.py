@@ -21,10 +21,9 @@ from qat_lora.runtime import LocalRuntime, MemoryUse
 from qat_lora.settings import to_json
 from qat_lora.train import run as run_module
 from qat_lora.train.execution import autoscaled, lower_layers, state_bytes
+from qat_lora.train.loop import TrainState, accumulate_gradients
 from qat_lora.train.objective import KDObjective
 from qat_lora.train.run import run_qat, run_recovery
-from qat_lora.train.state import TrainState
-from qat_lora.train.step import accumulate_gradients
 from qat_lora.train.student import round_to_nearest, trained_parameters
 from tests.conftest import SEQ_LEN, qat_run, recovery_run
 

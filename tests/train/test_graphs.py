@@ -14,10 +14,9 @@ from qat_lora.config import LoopConfig, OptimConfig
 from qat_lora.errors import TrainingError
 from qat_lora.runtime import CompiledGraph, LocalRuntime
 from qat_lora.train.graphs import RecompileHook, difference, signature
-from qat_lora.train.loop import train
+from qat_lora.train.loop import StepInfo, TrainState, train
 from qat_lora.train.objective import Counts, Term
 from qat_lora.train.optim import build_optimizer
-from qat_lora.train.state import StepInfo, TrainState
 
 BACKWARD = CompiledGraph("backward", hash="b1", inputs=40, outputs=9, frames=("train_step (step.py:40)",))
 

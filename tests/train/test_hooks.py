@@ -13,11 +13,11 @@ from torch import nn
 from qat_lora.config import OptimConfig
 from qat_lora.errors import TrainingError
 from qat_lora.runtime import LocalRuntime
-from qat_lora.train.hooks import CheckpointHook, EvalHook
-from qat_lora.train.losses import LogHook, LossLog
+from qat_lora.train.folder import LossLog
+from qat_lora.train.hooks import CheckpointHook, EvalHook, LogHook
+from qat_lora.train.loop import StepInfo, TrainState
 from qat_lora.train.optim import build_optimizer
 from qat_lora.train.speed import SpeedHook
-from qat_lora.train.state import StepInfo, TrainState
 
 CPU = LocalRuntime("cpu")
 

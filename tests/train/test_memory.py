@@ -11,10 +11,10 @@ from torch import nn
 
 from qat_lora.config import ExecutionConfig, OptimConfig
 from qat_lora.runtime import CompiledGraph, LocalRuntime, MemoryUse
+from qat_lora.train.loop import StepInfo, TrainState
 from qat_lora.train.memory import MemoryHook, census
 from qat_lora.train.optim import build_optimizer
 from qat_lora.train.run import run_qat
-from qat_lora.train.state import StepInfo, TrainState
 from tests.conftest import qat_run
 
 GRAPH = CompiledGraph("forward", hash="ab", inputs=3, outputs=1, bytes_by_use={"temporary": 7}, frames=("f (x.py:1)",))

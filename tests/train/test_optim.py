@@ -11,10 +11,9 @@ from torch import nn
 from qat_lora.config import OptimConfig
 from qat_lora.errors import ConfigError
 from qat_lora.runtime import LocalRuntime
+from qat_lora.train.loop import TrainState, accumulate_gradients, train_step
 from qat_lora.train.objective import Term
 from qat_lora.train.optim import averages_of, build_optimizer, clip_gradients, lr_at, set_lr, swapped_in, update_ema
-from qat_lora.train.state import TrainState
-from qat_lora.train.step import accumulate_gradients, train_step
 from tests.tolerances import ONE_STEP_FLOAT32
 
 

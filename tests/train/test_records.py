@@ -22,13 +22,12 @@ from qat_lora.evaluate import cached_kl
 from qat_lora.runtime import LocalRuntime
 from qat_lora.settings import to_json
 from qat_lora.train import folder as folder_module
-from qat_lora.train import provenance as provenance_module
 from qat_lora.train import run as run_module
 from qat_lora.train.checking import differences
 from qat_lora.train.checkpoint import load_checkpoint, student_state
 from qat_lora.train.folder import remove_run, save_numbered
+from qat_lora.train.loop import TrainState
 from qat_lora.train.run import run_qat, run_recovery
-from qat_lora.train.state import TrainState
 from qat_lora.train.student import load_student
 from tests.conftest import qat_run, recovery_run
 
@@ -82,7 +81,7 @@ def test_the_kl_in_a_checkpoint_is_that_of_the_student_in_it(
 
 def test_a_run_names_the_commit_that_it_started_with(tmp_path, cache_dir, runtime, monkeypatch) -> None:
     commits = iter(["first", "edited meanwhile", "and again"])
-    monkeypatch.setattr(provenance_module, "git_commit", lambda: next(commits))
+    monkeypatch.setattr(folder_module, "git_commit", lambda: next(commits))
     run = qat_run(cache_dir, tmp_path / "qat", loop=LOOP)
     run_qat(run, runtime)
     assert {load_checkpoint(path)["git_commit"] for path in run.output.glob("*.pt")} == {"first"}

@@ -11,10 +11,10 @@ from torch import nn
 
 from qat_lora.runtime import LocalRuntime
 from qat_lora.train import speed as speed_module
-from qat_lora.train.hooks import CheckpointHook, EvalHook
-from qat_lora.train.losses import LogHook, LossLog
+from qat_lora.train.folder import LossLog
+from qat_lora.train.hooks import CheckpointHook, EvalHook, LogHook
+from qat_lora.train.loop import StepInfo, TrainState
 from qat_lora.train.speed import SpeedHook
-from qat_lora.train.state import StepInfo, TrainState
 
 
 class Asynchronous(LocalRuntime):
