@@ -1,13 +1,12 @@
 """Quantised linear layers, W ~ S * L[I] (+ Z): trained through the rounding, then held as packed codes. No runs.
 
 `grids` has the levels, `scales` the shapes of S, `rounding` the maths and its gradients, `packing` the bytes. `start`
-finds what a layer starts from, by the `search` of scales. `layers` has the modules, `conversion` the walk over a model,
-`report` the count of bits. See docs/quantization.md.
+finds what a layer starts from, by the `search` of scales. `layers` has the modules and the count of their bits,
+`conversion` the walk over a model. See docs/quantization.md.
 """
 
 from qat_lora.quant.conversion import QuantPart, freeze_codes, quant_parameters, quantize_model, to_dense
-from qat_lora.quant.layers import CodedLinear, QuantLinear
-from qat_lora.quant.report import storage
+from qat_lora.quant.layers import CodedLinear, QuantLinear, stored_bits
 from qat_lora.quant.rounding import Form, dequantize, fake_quantize, quantize
 
 __all__ = [
@@ -21,6 +20,6 @@ __all__ = [
     "quant_parameters",
     "quantize",
     "quantize_model",
-    "storage",
+    "stored_bits",
     "to_dense",
 ]

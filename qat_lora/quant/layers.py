@@ -180,6 +180,13 @@ class CodedLinear(_OwnDtypes, nn.Linear):
         self.register_buffer("offset_OG", None if form.offset_OG is None else form.offset_OG.to(dtype, copy=True))
 
 
+def stored_bits(layer: QuantLinear | CodedLinear) -> int:
+    """Bits of a layer's weight as it is frozen: codes with each row's padding, scales, offsets and learned levels."""
+    config = layer.config if isinstance(layer, CodedLinear) else layer.quantizer.config
+    frozen = CodedLinear(layer.in_features, layer.out_features, bias=False, config=config, device="meta")
+    return sum(x.nbytes * 8 for x in frozen.state_dict().values())
+
+
 def _decode(config: LinearQuant, in_features: int, packed_OP: Tensor, *form: Tensor) -> Tensor:
     return dequantize(unpack(packed_OP, config.bits, in_features), Form.of(config, *form))
 

@@ -6,8 +6,7 @@ import pytest
 from torch import nn
 
 from qat_lora.config import LinearQuant, QuantScheme
-from qat_lora.quant import CodedLinear, QuantLinear, freeze_codes, quantize_model, storage
-from qat_lora.quant.report import layer_storage
+from qat_lora.quant import CodedLinear, QuantLinear, freeze_codes, quantize_model, stored_bits
 from tests.quant.cases import SHAPES, config_name, configs, linear_of, weight_of
 
 
@@ -16,9 +15,9 @@ def test_counted_bits_equal_the_bytes_of_the_frozen_state(config):
     for out_features, in_features, group_size in SHAPES[:4]:
         config = LinearQuant(config.bits, config.levels, config.scales, group_size, rank=3)
         layer = QuantLinear.from_linear(linear_of(weight_of(out_features, in_features), bias=False), config)
-        held = CodedLinear.from_quant_linear(layer).state_dict().values()
-        row = layer_storage("", out_features, in_features, config)
-        assert row.code_bits + row.side_bits == sum(t.numel() * t.element_size() * 8 for t in held)
+        coded = CodedLinear.from_quant_linear(layer)
+        held = sum(t.numel() * t.element_size() * 8 for t in coded.state_dict().values())
+        assert stored_bits(layer) == stored_bits(coded) == held
 
 
 @pytest.mark.parametrize(
@@ -35,23 +34,14 @@ def test_counted_bits_equal_the_bytes_of_the_frozen_state(config):
     ],
 )
 def test_bits_per_weight_of_a_square_matrix(config, bits_per_weight):
-    _, weights, code_bits, side_bits = layer_storage("", 1024, 1024, config)
-    assert (code_bits + side_bits) / weights == bits_per_weight
+    layer = QuantLinear(1024, 1024, config=config, device="meta")
+    assert stored_bits(layer) / 1024**2 == bits_per_weight
 
 
-def test_a_model_counts_the_same_before_and_after_freezing():
+def test_a_layer_counts_the_same_before_and_after_freezing():
     model = nn.Sequential(nn.Linear(64, 8), nn.LayerNorm(8), nn.Linear(8, 4))
     scheme = QuantScheme(mlp=LinearQuant(2, "balanced", "group", 32))
     quantize_model(model, scheme, {"0": "mlp"})
-    before = storage(model)
+    before = stored_bits(model[0])
     freeze_codes(model)
-    assert storage(model) == before
-    assert before.quantized_weights == 512
-    assert before.stored_bits == 512 * 2 + 16 * 16
-    assert before.layers[0].name == "0"
-    assert before.other_parameters == 8 + 16 + 36
-
-
-def test_a_model_without_quantised_layers_has_no_bits():
-    report = storage(nn.Linear(3, 2))
-    assert (report.quantized_weights, report.stored_bits, report.other_parameters) == (0, 0, 8)
+    assert stored_bits(model[0]) == before == 512 * 2 + 16 * 16
