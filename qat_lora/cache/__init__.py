@@ -3,7 +3,6 @@
 from qat_lora.cache.build import build_cache, token_arrays
 from qat_lora.cache.check import CacheSummary, summarise, verify
 from qat_lora.cache.index import CacheIndex, Shard, load_cache, row_keys, source_digest
-from qat_lora.cache.legacy import convert_older, is_older
 from qat_lora.cache.manifest import CacheManifest, Part, load_manifest
 from qat_lora.cache.operations import convert, merge, split_parts, split_rows
 from qat_lora.cache.read import KDCacheDataset
@@ -21,9 +20,7 @@ __all__ = [
     "Shard",
     "build_cache",
     "convert",
-    "convert_older",
     "differ_in_padding",
-    "is_older",
     "load_cache",
     "load_manifest",
     "merge",

@@ -325,10 +325,10 @@ def load_manifest(directory: Location | str) -> CacheManifest:
     try:
         return CacheManifest.read(directory / MANIFEST_NAME)
     except (FileNotFoundError, NotADirectoryError):
-        raise CacheError(
-            f"No {MANIFEST_NAME} in {str(directory)!r}, so it is no KD cache; "
-            "check the path or build one with scripts/build_kd_cache.py --output."
-        ) from None
+        fix = "check the path or build one with scripts/build_kd_cache.py --output"
+        if any(directory.glob("shard_*.pt")):
+            fix = "it is one of the older layout: make one of today of it with scripts/convert_older_cache.py"
+        raise CacheError(f"No {MANIFEST_NAME} in {str(directory)!r}, so it is no KD cache; {fix}.") from None
 
 
 def sealed(tree: Mapping[str, Any]) -> bytes:

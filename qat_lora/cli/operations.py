@@ -96,54 +96,14 @@ def _split(args: argparse.Namespace) -> None:
 
 
 def _convert(args: argparse.Namespace) -> None:
-    from qat_lora.cache import convert, convert_older, is_older
+    from qat_lora.cache import convert
     from qat_lora.cli.progress import counted
 
     run: Any = run_from(args, ConvertRun)
-    settings: dict[str, Any] = {
-        name: getattr(run, name) for name in ("top_k", "temperatures", "logprob_bits", "rows_per_shard")
-    }
+    settings = {name: getattr(run, name) for name in ("top_k", "temperatures", "logprob_bits", "rows_per_shard")}
     with counted("convert") as progress:
-        if not is_older(args.directory):
-            if run.teacher or run.tail != "estimated":
-                raise ConfigError(
-                    f"--teacher and --tail are for caches of the older layout, but {args.directory} has no shard_*.pt "
-                    "and meta.json; leave them out."
-                )
-            index = convert(args.directory, run.output, progress=progress, **settings)
-        else:
-            index = convert_older(
-                args.directory,
-                run.output,
-                estimate_tail=run.tail == "estimated",
-                progress=progress,
-                **_teacher(run, args.directory),
-                **settings,
-            )
+        index = convert(args.directory, run.output, progress=progress, **settings)
     _say(run.output, index)
-    if index.manifest.normalizer != "exact":
-        print(f"{run.output}: {index.manifest.source}")
-
-
-def _teacher(run: ConvertRun, folder: Path) -> dict[str, Any]:
-    """What the older layout does not say of the teacher, from the model itself."""
-    from qat_lora import models
-    from qat_lora.cache.legacy import read_meta
-
-    if not run.teacher:
-        named = read_meta(folder).get("teacher_model")
-        raise ConfigError(
-            f"{folder} does not say which weights and tokenizer it was built with, only {named!r}; give --teacher, the "
-            "folder or hub id of that model, whose digests are then recorded."
-        )
-    identity = models.identify(run.teacher)
-    return {
-        "teacher": identity.name,
-        "teacher_digest": identity.weights,
-        "tokenizer_digest": identity.tokenizer,
-        "vocab_size": identity.vocab_size,
-        "tokenizer_size": identity.tokenizer_size,
-    }
 
 
 def _say(folder: Path, index: Any) -> None:

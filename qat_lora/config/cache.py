@@ -19,7 +19,6 @@ QuantizeTeacher = Literal["none", "8bit", "4bit"]
 LOGPROB_BITS = (4, 5, 6, 7, 8, 16, 32)
 MOST_SAMPLES = 1024  # of which 256 positions at once take half a gigabyte
 _STORE_OF = {"top_k": "topk", "logprob_bits": "topk", "tail_draws": "topk", "samples": "sampled"}
-StoredTail = Literal["estimated", "none"]
 
 
 @dataclass(frozen=True)
@@ -146,25 +145,15 @@ class SplitRun(Settings):
 
 @dataclass(frozen=True)
 class ConvertRun(Settings):
-    """`qat-lora cache convert`: a cache with other settings, or one of the older layout (shard_*.pt, meta.json)."""
+    """`qat-lora cache convert`: a cache with other settings."""
 
     command: ClassVar[str] = "cache convert"
 
     output: Path = setting(Path("caches/converted"), "folder of the new cache; a half-written one is gone on with")
-    teacher: str = setting("", "older layout: the model that it was built from, for the digests that it lacks")
     top_k: int = setting(0, "teacher candidates per position, at most as many as are there; 0 keeps all")
-    temperatures: tuple[float, ...] = setting(
-        (), "temperatures to serve, of those that are there; older layout: any; none: those that are there, or 1.0"
-    )
-    logprob_bits: int = setting(
-        0, "of a candidate's log-probability, no more than there are; 0: as they are, older layout: 5"
-    )
-    rows_per_shard: int = setting(0, "rows per shard file; 0: as they are, older layout: about 64 MB")
-    tail: StoredTail = setting(
-        "estimated",
-        "older layout: the probability outside the candidates, estimated from its uniform samples, or none, which "
-        "renormalises over the candidates and is biased",
-    )
+    temperatures: tuple[float, ...] = setting((), "temperatures to serve, of those that are there; none: all of them")
+    logprob_bits: int = setting(0, "of a candidate's log-probability, no more than there are; 0: as they are")
+    rows_per_shard: int = setting(0, "rows per shard file; 0: as they are")
 
     def __post_init__(self) -> None:
         super().__post_init__()

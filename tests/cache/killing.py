@@ -24,6 +24,12 @@ from pathlib import Path
 import torch
 
 from qat_lora.cli.main import main
+from scripts.convert_older_cache import main as convert_older
+
+
+def run(argv: list[str]) -> int:
+    """Do what a command line says, of `qat-lora` or of the script that it begins with."""
+    return convert_older(argv[1:]) if argv[0] == "convert_older_cache.py" else main(argv)
 
 
 class Runs:
@@ -31,7 +37,7 @@ class Runs:
 
     def __init__(self, argv: list[str], folder: Path) -> None:
         self.argv, self.folder, self.output = argv, folder, folder / "killed"
-        assert main(self.of(folder / "whole")) == 0
+        assert run(self.of(folder / "whole")) == 0
         self.whole = contents(folder / "whole")
         times = [self.timed() for _ in range(3)]
         self.until_record, self.seconds = (sorted(x)[1] for x in zip(*times, strict=True))
@@ -47,7 +53,7 @@ class Runs:
                 log = os.open(self.folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                 os.dup2(log, 1)
                 os.dup2(log, 2)
-                code = main(self.of(self.output))
+                code = run(self.of(self.output))
             except BaseException:
                 traceback.print_exc()
             finally:

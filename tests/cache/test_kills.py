@@ -68,7 +68,8 @@ def act_argv(request, build_argv, teacher_dir, text_file, tmp_path) -> list[str]
         act = ["convert", f"{tmp_path}/c", "--top-k", "4", "--rows-per-shard", "3"]
     else:
         older = made_older(tmp_path / "older", teacher_dir, text_file)
-        act = ["convert", str(older), "--teacher", str(teacher_dir), "--rows-per-shard", "1"]
+        given = [str(older), "--teacher", str(teacher_dir), "--rows-per-shard", "1"]
+        return ["convert_older_cache.py", *given, "--output", "{output}"]
     return ["cache", *act, "--output", "{output}", "--quiet"]
 
 

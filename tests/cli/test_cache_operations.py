@@ -16,6 +16,7 @@ from qat_lora import files, models
 from qat_lora.cache import load_cache, load_manifest
 from qat_lora.cli.main import main
 from qat_lora.data.saved import PREFIX
+from scripts.convert_older_cache import main as convert_older
 from tests.cache.killing import contents
 from tests.conftest import VOCAB
 
@@ -24,13 +25,14 @@ from tests.conftest import VOCAB
 def said(capsys):
     """Run a command as typed; return its exit code, and the lines of its result or its one error."""
 
-    def run(*argv: object) -> tuple[int, str]:
+    def run(*argv: object, program=main) -> tuple[int, str]:
         capsys.readouterr()
-        code = main([str(arg) for arg in argv])
+        code = program([str(arg) for arg in argv])
         captured = capsys.readouterr()
         if code == 0:
             return code, captured.out
-        errors = [line for line in captured.err.splitlines() if line.startswith("qat-lora: error:")]
+        name = "qat-lora" if program is main else "convert_older_cache.py"
+        errors = [line for line in captured.err.splitlines() if line.startswith(f"{name}: error:")]
         assert len(errors) == 1 and "Traceback" not in captured.err
         return code, errors[0]
 
@@ -109,7 +111,6 @@ def test_a_cache_is_converted_and_trained_on(cache, tmp_path, said, qat) -> None
     assert (manifest.top_k, manifest.shard_count, manifest.logprob_bits) == (4, 6, 5)
     assert qat(tmp_path / "d")[0] == 0
     refused(said("cache", "convert", cache, "--top-k", 9), "8 candidates", "top_k=9")
-    refused(said("cache", "convert", cache, "--teacher", "embedded"), "--teacher", "older layout", cache)
     refused(said("cache", "convert", tmp_path / "nowhere"), "nowhere", "manifest.json")
 
 
@@ -142,10 +143,12 @@ def made_older(folder: Path, teacher_dir: Path, text_file: Path) -> Path:
 def test_the_older_layout_is_converted_with_its_teachers_digests_and_trained_on(
     older, teacher_dir, other_teacher_dir, tmp_path, said, qat
 ) -> None:
-    convert = ("cache", "convert", older, "--output", tmp_path / "d", "--quiet")
-    refused(said(*convert), "--teacher", "'some/tiny'", older)
+    for act in ("convert", "info", "merge"):
+        refused(said("cache", act, older), "older layout", "scripts/convert_older_cache.py", older)
+    convert = (older, "--output", tmp_path / "d")
+    refused(said(*convert, program=convert_older), "--teacher", "'some/tiny'", older)
     assert not (tmp_path / "d").exists()
-    code, text = said(*convert, "--teacher", teacher_dir)
+    code, text = said(*convert, "--teacher", teacher_dir, program=convert_older)
     assert code == 0 and "log-sum-exp estimated from 64 uniform ids per position, standard error 0." in text
     assert "are estimates from uniform samples" in said("cache", "info", tmp_path / "d", "--verify")[1]
     manifest, identity = load_manifest(tmp_path / "d"), models.load(str(teacher_dir)).identity
@@ -154,8 +157,9 @@ def test_the_older_layout_is_converted_with_its_teachers_digests_and_trained_on(
     assert manifest.tokenizer_size == identity.tokenizer_size > 0
     assert qat(tmp_path / "d")[0] == 0, "the model is found and is the cache's teacher"
     refused(qat(tmp_path / "d", "--model", other_teacher_dir), "teacher_digest")
-    alone = (*convert[:4], tmp_path / "e", "--quiet", "--teacher", teacher_dir, "--tail", "none")
-    assert "renormalised over 16 candidates, without a tail" in said(*alone)[1]
+    alone = (older, "--output", tmp_path / "e", "--teacher", teacher_dir, "--tail", "none", "--temperatures", "1,2")
+    assert "renormalised over 16 candidates, without a tail" in said(*alone, program=convert_older)[1]
+    assert load_manifest(tmp_path / "e").temperatures == (1.0, 2.0)
     assert "(biased)" in said("cache", "info", tmp_path / "e")[1]
 
 
@@ -184,7 +188,7 @@ def test_the_identity_of_a_composite_model_has_its_texts_vocabulary(name, teache
 
 def test_the_older_layout_is_converted_with_a_composite_teacher(older, teacher_dir, tmp_path, said) -> None:
     teacher = composite(tmp_path / "teacher", "Gemma3Config", teacher_dir)
-    code, text = said("cache", "convert", older, "--output", tmp_path / "d", "--quiet", "--teacher", teacher)
+    code, text = said(older, "--output", tmp_path / "d", "--teacher", teacher, program=convert_older)
     assert code == 0, text
     assert load_manifest(tmp_path / "d").vocab_size == VOCAB
     assert "ids of the tokenizer, " in " ".join(said("cache", "info", tmp_path / "d")[1].split())
@@ -193,8 +197,8 @@ def test_the_older_layout_is_converted_with_a_composite_teacher(older, teacher_d
 def test_a_config_without_a_vocabulary_is_said_to_be_none(older, teacher_dir, tmp_path, said) -> None:
     shutil.copytree(teacher_dir, tmp_path / "teacher")
     transformers.ViTConfig().save_pretrained(tmp_path / "teacher")
-    command = ("cache", "convert", older, "--output", tmp_path / "d", "--teacher", tmp_path / "teacher")
-    refused(said(*command), "no config.json can be read in", "vocab_size")
+    command = (older, "--output", tmp_path / "d", "--teacher", tmp_path / "teacher")
+    refused(said(*command, program=convert_older), "no config.json can be read in", "vocab_size")
 
 
 # ---- what can be wrong with files, as each command says it

@@ -10,18 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.cache import (
-    KDCacheDataset,
-    convert_older,
-    is_older,
-    load_cache,
-    load_manifest,
-    merge,
-    topk_rows,
-    verify,
-)
-from qat_lora.cache.legacy import OlderRows
+from qat_lora.cache import KDCacheDataset, load_cache, load_manifest, merge, topk_rows, verify
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
+from scripts.convert_older_cache import OlderRows, convert_older
 from tests.cache.test_build import contents
 
 V, L, K, M = 37, 6, 5, 12
@@ -180,7 +171,6 @@ def test_candidates_in_any_order_are_put_in_order(older, tmp_path):
 
 
 def test_a_converted_cache_is_a_cache_and_says_what_it_is(older, tmp_path):
-    assert is_older(older)
     made_of = convert_older(
         older, tmp_path / "c", temperatures=(2.0,), rows_per_shard=3, logprob_bits=16, **TEACHER
     ).manifest
@@ -308,7 +298,21 @@ def test_a_missing_shard_or_meta(older, tmp_path):
     (older / "meta.json").write_text("[")
     assert "meta.json" in refused(older, tmp_path)
     (older / "meta.json").unlink()
-    assert not is_older(older)
+    assert "meta.json" in refused(older, tmp_path)
+
+
+def test_more_candidates_than_there_are_or_the_same_folder(older, tmp_path):
+    assert "stores 5 candidates, but top_k=6; set --top-k to at most 5" in refused(
+        older, tmp_path, ConfigError, top_k=6
+    )
+    with pytest.raises(ConfigError, match="is one of the folders that are read"):
+        convert_older(older, older, **TEACHER)
+
+
+@pytest.mark.parametrize("opened", [load_cache, KDCacheDataset, verify])
+def test_what_reads_caches_of_today_names_the_script(older, opened):
+    with pytest.raises(CacheError, match=r"of the older layout: .* with scripts/convert_older_cache\.py\.$"):
+        opened(older)
 
 
 def test_tensors_that_do_not_fit(older, tmp_path):

@@ -1,4 +1,6 @@
-"""The older layout of a cache, read so that it can be converted: `shard_*.pt` of raw logits, and `meta.json`.
+"""Convert a cache of the older layout, `shard_*.pt` of raw logits and `meta.json`, into one that the package reads.
+
+    python scripts/convert_older_cache.py old_cache --teacher Qwen/Qwen3-0.6B --output caches/mine
 
 A shard is a dict of tensors: input_ids and attention_mask ``[N, L]``, topk_idx and topk_logits ``[N, P, K]``, and
 maybe rand_idx and rand_logits ``[N, P, m]``, of ids drawn evenly from the vocabulary with replacement. P is L - 1 (the
@@ -14,14 +16,16 @@ error is (V - K) s / (sqrt(m_J) Z), with s the standard deviation of exp(z_j / T
 weights make most of a tail, m samples mostly miss them: then most tails are too small, a few much too large, and s is
 too small with the tail. Where all samples are candidates (a tiny vocabulary), the tail is taken as 0.
 
-Legend: N rows of a shard, L tokens of its rows, T positions of a row that are kept, K candidates, m samples.
+Legend: N rows, L tokens of a row in the older cache, T positions of a row in the new one, K candidates, m samples.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import pickle
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -29,72 +33,124 @@ from typing import Any
 import numpy as np
 import torch
 
-from qat_lora.cache.build import Progress
-from qat_lora.cache.index import CacheIndex, row_keys, source_digest
-from qat_lora.cache.manifest import Array, CacheManifest
-from qat_lora.cache.operations import check_apart, joined, narrowed, narrower, rewrite
+from qat_lora import models
+from qat_lora.cache import CacheIndex, CacheManifest, row_keys, source_digest
+from qat_lora.cache.operations import Progress, check_apart, joined, narrowed, narrower, rewrite
 from qat_lora.cache.reduce import LEAST_LOGPROB
-from qat_lora.errors import CacheError, CacheMismatch, ConfigError
+from qat_lora.cli.progress import counted
+from qat_lora.errors import CacheError, CacheMismatch, ConfigError, QatLoraError
 
-META_NAME = "meta.json"
 ROWS_AT_ONCE = 16  # whose logits become float64, and whose samples are looked up among the candidates
 
+Array = np.ndarray[Any, Any]
 
-def is_older(folder: Path) -> bool:
-    """Whether a folder holds a cache of the older layout."""
-    return (folder / META_NAME).is_file() and any(folder.glob("shard_*.pt"))
+
+def main(argv: list[str] | None = None) -> int:
+    """Convert what the command line names; 0, or 2 for a user's mistake."""
+    parser = argparse.ArgumentParser("convert_older_cache.py", description="Convert a cache of the older layout.")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="folder of the older cache")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the new one; half-written, it is resumed")
+    parser.add_argument("--teacher", default="", help="the model that it was built from, for the digests that it lacks")
+    parser.add_argument("--top-k", type=int, default=0, help="teacher candidates per position [all that are there]")
+    parser.add_argument("--temperatures", type=numbers, default=(1.0,), help="to serve, such as 1,2 [1.0]")
+    parser.add_argument("--logprob-bits", type=int, default=5, help="of a candidate's log-probability [5]")
+    parser.add_argument("--rows-per-shard", type=int, default=0, help="rows per shard file [about 64 MB]")
+    parser.add_argument(
+        "--tail",
+        choices=("estimated", "none"),
+        default="estimated",
+        help="the probability outside the candidates: estimated from uniform samples, or none, which renormalises over "
+        "the candidates and is biased [estimated]",
+    )
+    args = parser.parse_args(argv)
+    try:
+        teacher = teacher_fields(args.directory, args.teacher)
+        with counted("convert") as progress:
+            index = convert_older(
+                args.directory,
+                args.output,
+                **teacher,
+                estimate_tail=args.tail == "estimated",
+                top_k=args.top_k,
+                temperatures=args.temperatures,
+                logprob_bits=args.logprob_bits,
+                rows_per_shard=args.rows_per_shard,
+                progress=progress,
+            )
+    except QatLoraError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    print(f"{args.output}: {index.rows} rows of {index.manifest.seq_len} tokens, {index.manifest.source}")
+    return 0
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """The numbers of a list with commas."""
+    return tuple(float(number) for number in text.split(","))
+
+
+def teacher_fields(folder: Path, teacher: str) -> dict[str, Any]:
+    """What the older layout does not say of the teacher, from the model itself, as a manifest's fields."""
+    if not teacher:
+        raise ConfigError(
+            f"{folder} does not say which weights and tokenizer it was built with, only "
+            f"{read_meta(folder).get('teacher_model')!r}; give --teacher, the folder or hub id of that model, whose "
+            "digests are then recorded."
+        )
+    identity = models.identify(teacher)
+    return {
+        "teacher": identity.name,
+        "teacher_digest": identity.weights,
+        "tokenizer_digest": identity.tokenizer,
+        "vocab_size": identity.vocab_size,
+        "tokenizer_size": identity.tokenizer_size,
+    }
 
 
 def convert_older(
     folder: Path,
     output: Path,
     *,
-    teacher: str,
-    teacher_digest: str,
-    tokenizer_digest: str,
     vocab_size: int,
-    tokenizer_size: int = 0,
     estimate_tail: bool = True,
     top_k: int = 0,
-    temperatures: tuple[float, ...] = (),
-    logprob_bits: int = 0,
+    temperatures: tuple[float, ...] = (1.0,),
+    logprob_bits: int = 5,
     rows_per_shard: int = 0,
     progress: Progress | None = None,
+    **teacher: Any,
 ) -> CacheIndex:
-    """Store a cache of the older layout as one of ours, with the teacher that the caller answers for.
+    """Store a cache of the older layout as one of today, with the teacher that the caller answers for.
 
     A row keeps the positions of which there is a prediction: T = L - 1 where the last one was dropped. With
     `estimate_tail` the log-sum-exp is estimated from the samples, else it is that of the candidates alone, which makes
     every candidate too probable. The manifest says which (`normalizer`), its `source` how good the estimate is.
-    `tokenizer_size` is the tokenizer's greatest id + 1, 0 where it is not known.
+    `teacher` are the manifest's fields of that name, and those of the tokenizer.
 
     Raises CacheError where a file is missing, damaged or no such shard, CacheMismatch where meta.json names another
     vocabulary, ConfigError where there are no samples to estimate from.
     """
     check_apart([folder], output)
-    rows = OlderRows(folder, vocab_size, temperatures or (1.0,), estimate_tail=estimate_tail)
+    rows = OlderRows(folder, vocab_size, temperatures, estimate_tail=estimate_tail)
     was = CacheManifest(
-        teacher=teacher,
-        teacher_digest=teacher_digest,
-        tokenizer_digest=tokenizer_digest,
+        **teacher,
         vocab_size=vocab_size,
-        tokenizer_size=tokenizer_size,
         seq_len=rows.seq_len,
         top_k=rows.top_k,
         rows=rows.count,
         source=rows.described(),
         source_digest=source_digest(rows.keys(), rows.seq_len),
-        temperatures=tuple(rows.temperatures),
+        temperatures=rows.temperatures,
         logprob_bits=32,
         normalizer=rows.normalizer,
     )
-    wanted = narrower(was, folder, top_k=top_k, logprob_bits=logprob_bits or 5)
+    wanted = narrower(was, folder, top_k=top_k, logprob_bits=logprob_bits)
     wanted = dataclasses.replace(wanted, rows_per_shard=rows_per_shard)  # 0: what fits a shard, once it is narrow
     return rewrite(lambda some: narrowed(rows.fields(some), was, wanted), wanted, output, progress)
 
 
 class OlderRows:
-    """Rows of a cache of the older layout, float32, all their candidates.
+    """The rows of a cache of the older layout, as fields of a cache of today; numbers are float32.
 
     Attributes:
         seq_len: T. top_k: K. samples: m, 0 where there are none.
@@ -104,49 +160,49 @@ class OlderRows:
     """
 
     def __init__(
-        self, folder: Path, vocab_size: int, temperatures: tuple[float, ...] = (1.0,), *, estimate_tail: bool = True
+        self,
+        folder: Path,
+        vocab_size: int,
+        temperatures: tuple[float, ...] = (1.0,),
+        *,
+        estimate_tail: bool = True,
     ) -> None:
         """Read all shards once: their sizes, and how good the estimate is."""
         self.folder, self.vocab_size = folder, vocab_size
-        self.temperatures = [1.0, *(t for t in dict.fromkeys(temperatures) if t != 1.0)]
+        self.temperatures = (1.0, *(t for t in dict.fromkeys(temperatures) if t != 1.0))
         self.meta = read_meta(folder)
-        self._check_vocabulary()
-        self._paths = _shards(folder)
-        self._counts: list[int] = []
-        self.seq_len = self.top_k = self.samples = 0
+        if (named := self.meta.get("vocab_size")) and named != vocab_size:
+            raise CacheMismatch(
+                f"{str(folder / 'meta.json')!r} has vocab_size={named}, but the teacher's is {vocab_size}; "
+                f"give the --teacher that it was built from (meta.json says {self.meta.get('teacher_model')!r})."
+            )
+        self._paths, self._counts = shard_paths(folder), list[int]()
         errors, positions = 0.0, 0
-        self._estimate = True
-        for index, path in enumerate(self._paths):
-            _check_whole(path)
-            older = _load(path)
-            sizes = _sizes(path, older)
-            if index and sizes != (self.seq_len, self.top_k, self.samples):
+        for path in self._paths:
+            check_whole(path)
+            shard = load(path)
+            sizes = sizes_of(path, shard)
+            if not self._counts:
+                self.seq_len, self.top_k, self.samples = sizes
+                self.normalizer = self._normalizer(estimate_tail)
+            elif sizes != (self.seq_len, self.top_k, self.samples):
                 raise CacheError(
                     f"{str(path)!r} has {sizes} positions, candidates and samples, {str(self._paths[0])!r} has "
                     f"{(self.seq_len, self.top_k, self.samples)}; keep the shards of one cache in a folder."
                 )
-            self.seq_len, self.top_k, self.samples = sizes
-            if not index:
-                self._choose(estimate_tail)
-            self._counts.append(len(older["input_ids"]))
-            self._check_ids(path, older)
-            lengths_N = _lengths(path, older, self.seq_len)
-            valid_NT = np.arange(self.seq_len) < lengths_N[:, None]
-            for some in _slices(self._counts[-1]) if self._estimate else ():
-                error_NT = self._normalised(path, {name: x[some] for name, x in older.items()})[1]
+            self._check_ids(path, shard)
+            valid_NT = np.arange(self.seq_len) < lengths_of(path, shard, self.seq_len)[:, None]
+            for some in slices(len(valid_NT)) if self.normalizer == "estimated" else ():
+                error_NT = self._normalised(path, rows_in(shard, some))[1]
                 errors += float(error_NT[valid_NT[some]].sum())
             positions += int(valid_NT.sum())
+            self._counts.append(len(valid_NT))
         self.standard_error = errors / positions if positions else 0.0
 
     @property
     def count(self) -> int:
         """How many rows there are."""
         return sum(self._counts)
-
-    @property
-    def normalizer(self) -> Any:
-        """How the log-sum-exp is known."""
-        return "estimated" if self._estimate else "exact" if self.top_k == self.vocab_size else "candidates"
 
     def described(self) -> str:
         """Where the rows came from, and how far they can be trusted, as a manifest's `source`."""
@@ -161,96 +217,74 @@ class OlderRows:
         return f"{source} (converted from the older layout: {how})"
 
     def fields(self, rows: range) -> dict[str, Array]:
-        """See `kd.rows.Rows`."""
+        """The fields ``[len(rows), ...]`` of some rows, whatever shards they lie in."""
         pieces, first = [], 0
-        for index, count in enumerate(self._counts):
+        for path, count in zip(self._paths, self._counts, strict=True):
             inside = slice(max(rows.start - first, 0), max(min(rows.stop - first, count), 0))
             if inside.start < inside.stop:
-                older = _load(self._paths[index])  # mapped, so the rest of it takes no memory
-                pieces.append(self._fields(self._paths[index], {name: x[inside] for name, x in older.items()}))
+                shard = rows_in(load(path), inside)  # mapped, so the rest of it takes no memory
+                tokens = tokens_of(path, shard, self.seq_len)
+                for some in slices(len(shard["input_ids"])):
+                    pieces.append(rows_in(tokens, some) | self._normalised(path, rows_in(shard, some))[0])
             first += count
         return joined(pieces)
 
     def keys(self) -> Array:
-        """See `rows.Rows`."""
-        found = []
-        for path in self._paths:
-            older = _load(path)
-            ids_rT = older["input_ids"][:, : self.seq_len].astype(np.int32)
-            found.append(row_keys({"input_ids": ids_rT, "lengths": _lengths(path, older, self.seq_len)}))
-        return np.concatenate(found)
+        """The keys of all rows, uint64 ``[count]`` (see `qat_lora.cache.row_keys`)."""
+        return np.concatenate([row_keys(tokens_of(path, load(path), self.seq_len)) for path in self._paths])
 
-    def _choose(self, estimate_tail: bool) -> None:
-        """Decide, once the sizes are known, whether the log-sum-exp is estimated."""
+    def _normalizer(self, estimate_tail: bool) -> Any:
+        """How the log-sum-exp becomes known; an error where it cannot be as was asked for."""
         if self.top_k > self.vocab_size:
             raise CacheMismatch(
                 f"{str(self.folder)!r} has {self.top_k} candidates, more than the vocabulary of {self.vocab_size} "
                 "tokens of the teacher; give the --teacher that it was built from."
             )
-        self._estimate = estimate_tail and self.top_k < self.vocab_size
-        if self._estimate and not self.samples:
+        if self.top_k == self.vocab_size:
+            return "exact"
+        if estimate_tail and not self.samples:
             raise ConfigError(
                 f"{str(self.folder)!r} has no rand_idx and rand_logits, from which the probability outside its "
                 f"{self.top_k} candidates could be estimated; build a cache from the teacher, or take --tail none, "
                 "which renormalises over the candidates and is biased."
             )
+        return "estimated" if estimate_tail else "candidates"
 
-    def _check_vocabulary(self) -> None:
-        named = self.meta.get("vocab_size")
-        if named and named != self.vocab_size:
-            raise CacheMismatch(
-                f"{str(self.folder / META_NAME)!r} has vocab_size={named}, but the teacher's is {self.vocab_size}; "
-                f"give the --teacher that it was built from (meta.json says {self.meta.get('teacher_model')!r})."
-            )
-
-    def _fields(self, path: Path, older: dict[str, Array]) -> dict[str, Array]:
-        """The fields of some rows of a shard."""
-        pieces = [
-            self._normalised(path, {name: x[some] for name, x in older.items()})[0]
-            for some in _slices(len(older["input_ids"]))
-        ]
-        return {
-            **joined(pieces),
-            "input_ids": older["input_ids"][:, : self.seq_len].astype(np.int32),
-            "lengths": _lengths(path, older, self.seq_len),
-        }
-
-    def _normalised(self, path: Path, older: dict[str, Array]) -> tuple[dict[str, Array], Array]:
-        """Candidates, log-sum-exp and tail of a few rows, and the standard error of lse at T = 1 ``[N, T]``."""
-        ids_NTK = older["topk_idx"].astype(np.int64)
-        logits_NTK = older["topk_logits"].astype(np.float64)
+    def _normalised(self, path: Path, shard: dict[str, Array]) -> tuple[dict[str, Array], Array]:
+        """Candidates and tail of a few rows, and the standard error of lse at T = 1 ``[N, T]``."""
+        logits_NTK = shard["topk_logits"].astype(np.float64)
         order_NTK = np.argsort(-logits_NTK, axis=-1, kind="stable")
-        ids_NTK = np.take_along_axis(ids_NTK, order_NTK, -1)
+        ids_NTK = np.take_along_axis(shard["topk_idx"].astype(np.int64), order_NTK, -1)
         logits_NTK = np.take_along_axis(logits_NTK, order_NTK, -1)
         most_NT1 = logits_NTK[..., :1]
         if not np.isfinite(most_NT1).all():
             raise CacheError(f"{str(path)!r} has a position without a finite logit; build the cache again.")
-        lse, tail = [], []
-        error_NT = np.zeros(logits_NTK.shape[:2])
+        lse_at_one_NT1, tail, error_NT = most_NT1, [], np.zeros(logits_NTK.shape[:2])
         for temperature in self.temperatures:
-            kept_NT = np.exp((logits_NTK - most_NT1) / temperature).sum(-1)
-            rest_NT = np.zeros_like(kept_NT)
-            if self._estimate:
-                rest_NT, rest_error_NT = self._rest(path, older, ids_NTK, logits_NTK, temperature)
-                if temperature == 1.0:
-                    error_NT = rest_error_NT / (kept_NT + rest_NT)
-            lse.append(most_NT1[..., 0] / temperature + np.log(kept_NT + rest_NT))
-            tail.append(rest_NT / (kept_NT + rest_NT))
+            rest_NT = np.zeros(logits_NTK.shape[:2])
+            if self.normalizer == "estimated":
+                rest_NT, rest_error_NT = self._rest(path, shard, ids_NTK, logits_NTK, temperature)
+            z_NT = np.exp((logits_NTK - most_NT1) / temperature).sum(-1) + rest_NT
+            tail.append(rest_NT / z_NT)
+            if temperature == 1.0:
+                lse_at_one_NT1 = most_NT1 + np.log(z_NT)[..., None]
+                if self.normalizer == "estimated":
+                    error_NT = rest_error_NT / z_NT
         fields = {
             "topk_ids": ids_NTK,
-            "topk_logprobs": np.maximum(logits_NTK - lse[0][..., None], LEAST_LOGPROB).astype(np.float32),
+            "topk_logprobs": np.maximum(logits_NTK - lse_at_one_NT1, LEAST_LOGPROB).astype(np.float32),
             "tail": np.stack(tail, -1).astype(np.float32),
         }
         return fields, error_NT
 
     def _rest(
-        self, path: Path, older: dict[str, Array], ids_NTK: Array, logits_NTK: Array, temperature: float
+        self, path: Path, shard: dict[str, Array], ids_NTK: Array, logits_NTK: Array, temperature: float
     ) -> tuple[Array, Array]:
         """Estimate the sum of exp((z_v - z_max) / T) over all but the candidates; with its standard error, [N, T]."""
         place_NT1 = np.arange(ids_NTK.shape[0] * ids_NTK.shape[1]).reshape(*ids_NTK.shape[:2], 1) * self.vocab_size
-        drawn_NTm = older["rand_idx"].astype(np.int64)
+        drawn_NTm = shard["rand_idx"].astype(np.int64)
         other_NTm = ~np.isin(drawn_NTm + place_NT1, ids_NTK + place_NT1)
-        logits_NTm = older["rand_logits"].astype(np.float64)
+        logits_NTm = shard["rand_logits"].astype(np.float64)
         if (other_NTm & (logits_NTm > logits_NTK[..., -1:])).any():
             raise CacheError(
                 f"{str(path)!r} has samples above the least of the candidates, which are then not the top "
@@ -264,22 +298,22 @@ class OlderRows:
         others = self.vocab_size - self.top_k
         return others * mean_NT, others * deviation_NT / np.sqrt(count_NT)
 
-    def _check_ids(self, path: Path, older: dict[str, Array]) -> None:
+    def _check_ids(self, path: Path, shard: dict[str, Array]) -> None:
         for name in ("input_ids", "topk_idx", "rand_idx"):
-            ids = older.get(name, np.zeros(1))
+            ids = shard.get(name, np.zeros(1))
             if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
                 raise CacheError(
                     f"{str(path)!r} holds {name} {ids.min()}..{ids.max()}, but the teacher's vocabulary has "
                     f"{self.vocab_size} tokens; give the --teacher that it was built from."
                 )
-        ordered = (np.sort(older["topk_idx"][some], -1) for some in _slices(len(older["topk_idx"])))
+        ordered = (np.sort(shard["topk_idx"][some], -1) for some in slices(len(shard["topk_idx"])))
         if any((ids_NTK[..., 1:] == ids_NTK[..., :-1]).any() for ids_NTK in ordered):
             raise CacheError(f"{str(path)!r} names a candidate twice at one position; build the cache again.")
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """What meta.json says; CacheError where it cannot be read."""
-    path = folder / META_NAME
+    path = folder / "meta.json"
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -289,31 +323,29 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def _shards(folder: Path) -> list[Path]:
+def shard_paths(folder: Path) -> list[Path]:
     """All shards in order; CacheError where one between them is missing."""
-    found = {}
-    for path in folder.glob("shard_*.pt"):
-        number = path.stem.removeprefix("shard_")
-        if number.isdigit():
-            found[int(number)] = path
+    named = ((path.stem.removeprefix("shard_"), path) for path in folder.glob("shard_*.pt"))
+    found = {int(number): path for number, path in named if number.isdigit()}
     if missing := sorted(set(range(max(found, default=0) + 1)) - set(found)):
         raise CacheError(f"{str(folder)!r} lacks shard_{missing[0]:05d}.pt; restore the file.")
     return [found[number] for number in sorted(found)]
 
 
-def _check_whole(path: Path) -> None:
+def check_whole(path: Path) -> None:
     """Compare the checksums that torch.save leaves in its zip files; CacheError where one differs."""
-    if zipfile.is_zipfile(path):
+    if not zipfile.is_zipfile(path):
+        return
+    try:
         with zipfile.ZipFile(path) as stored:
-            try:
-                wrong = stored.testzip()
-            except zipfile.BadZipFile as error:
-                wrong = str(error)
-        if wrong is not None:
-            raise CacheError(f"{str(path)!r} is damaged (checksum of {wrong}); restore the file.")
+            wrong = stored.testzip()
+    except zipfile.BadZipFile as error:
+        wrong = str(error)
+    if wrong is not None:
+        raise CacheError(f"{str(path)!r} is damaged (checksum of {wrong}); restore the file.")
 
 
-def _load(path: Path) -> dict[str, Array]:
+def load(path: Path) -> dict[str, Array]:
     """The tensors of a shard, mapped where torch can, in the dtypes that they are stored in."""
     try:
         mapped = zipfile.is_zipfile(path)  # torch's first format was none
@@ -328,13 +360,9 @@ def _load(path: Path) -> dict[str, Array]:
     return {name: (x.float() if x.dtype == torch.bfloat16 else x).numpy() for name, x in named.items()}
 
 
-def _slices(rows: int) -> list[slice]:
-    return [slice(start, start + ROWS_AT_ONCE) for start in range(0, rows, ROWS_AT_ONCE)]
-
-
-def _sizes(path: Path, older: dict[str, Array]) -> tuple[int, int, int]:
+def sizes_of(path: Path, shard: dict[str, Array]) -> tuple[int, int, int]:
     """(T, K, m) of a shard; CacheError where its shapes do not fit each other."""
-    shapes = {name: x.shape for name, x in older.items()}
+    shapes = {name: x.shape for name, x in shard.items()}
     rows, length = shapes["input_ids"] if len(shapes["input_ids"]) == 2 else (0, 0)
     top = shapes["topk_idx"]
     drawn = shapes.get("rand_idx", (*top[:2], 0))
@@ -356,11 +384,31 @@ def _sizes(path: Path, older: dict[str, Array]) -> tuple[int, int, int]:
     return int(top[1]), int(top[2]), int(drawn[2])
 
 
-def _lengths(path: Path, older: dict[str, Array], seq_len: int) -> Array:
+def tokens_of(path: Path, shard: dict[str, Array], seq_len: int) -> dict[str, Array]:
+    """The tokens of a shard's rows, as fields."""
+    ids_NT = shard["input_ids"][:, :seq_len].astype(np.int32)
+    return {"input_ids": ids_NT, "lengths": lengths_of(path, shard, seq_len)}
+
+
+def lengths_of(path: Path, shard: dict[str, Array], seq_len: int) -> Array:
     """Valid positions of each row ``[N]``; CacheError where padding is not on the right."""
-    if "attention_mask" not in older:
-        return np.full(len(older["input_ids"]), seq_len, np.int32)
-    mask_NL = older["attention_mask"] != 0
+    if "attention_mask" not in shard:
+        return np.full(len(shard["input_ids"]), seq_len, np.int32)
+    mask_NL = shard["attention_mask"] != 0
     if (mask_NL[:, 1:] & ~mask_NL[:, :-1]).any():
         raise CacheError(f"{str(path)!r} has rows with padding before tokens, which cannot be stored; build it again.")
     return np.minimum(mask_NL.sum(1), seq_len).astype(np.int32)
+
+
+def rows_in(arrays: dict[str, Array], some: slice) -> dict[str, Array]:
+    """Some rows of arrays that lie beside each other."""
+    return {name: x[some] for name, x in arrays.items()}
+
+
+def slices(rows: int) -> list[slice]:
+    """`ROWS_AT_ONCE` rows at a time."""
+    return [slice(start, start + ROWS_AT_ONCE) for start in range(0, rows, ROWS_AT_ONCE)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
