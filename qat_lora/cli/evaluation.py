@@ -17,14 +17,7 @@ from qat_lora.cli.progress import bar
 from qat_lora.config import EvalRun, QuantScheme
 from qat_lora.data import check_source, source_words
 from qat_lora.errors import ConfigError, ModelError, OutputError
-from qat_lora.evaluate import (
-    Fidelity,
-    Windows,
-    measure,
-    read_fidelity,
-    size_of,
-    text_windows,
-)
+from qat_lora.evaluate import Fidelity, Windows, measure, read_fidelity, size_of, text_windows
 from qat_lora.export import ADAPTER_FOLDER, BASE_FOLDER
 from qat_lora.files import check_writable, is_remote
 from qat_lora.runtime import Runtime, runtime_for
@@ -34,7 +27,6 @@ from qat_lora.train.folder import versions
 from qat_lora.train.student import load_student, round_to_nearest
 
 log = logging.getLogger(__name__)
-
 
 # What tells one measurement of the rounded start from another.
 _OF_START = ("stage", "checkpoint", "teacher", "data", "seq_len", "stride", "max_rows")
@@ -53,7 +45,12 @@ def evaluate(run: EvalRun) -> tuple[list[Fidelity], Path]:
         raise OutputError(f"--output {run.output} is a folder or a URL; give the name of a JSON file.")
     before = read_fidelity(path)
     check_writable(path.parent)
-    loaded, student = _evaluated(run)
+    loaded = models.load(run.model)
+    student: nn.Module = loaded.model
+    if run.checkpoint:
+        student = load_student(loaded, Path(run.checkpoint))[0]
+    elif run.adapter_dir:
+        student = adapters.load(student, Path(run.adapter_dir))
     teacher = _teacher(run, loaded)
     windows = eval_windows(run, loaded)
     log.info(
@@ -177,15 +174,6 @@ def _completed(run: EvalRun) -> tuple[EvalRun, dict[str, Any]]:
         stage=run.stage or {"qat": "qat", "recover": "qat+lora"}.get(content.get("kind", ""), "model"),
         output=run.output or str(folder / "fidelity.json"),
     ), content
-
-
-def _evaluated(run: EvalRun) -> tuple[models.Loaded, nn.Module]:
-    """The model that is evaluated, and what it was loaded from."""
-    loaded = models.load(run.model)
-    if run.checkpoint:
-        return loaded, load_student(loaded, Path(run.checkpoint))[0]
-    student: nn.Module = loaded.model
-    return loaded, adapters.load(student, Path(run.adapter_dir)) if run.adapter_dir else student
 
 
 def _teacher(run: EvalRun, loaded: models.Loaded) -> models.Loaded | None:

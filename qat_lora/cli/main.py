@@ -107,18 +107,15 @@ def _cache(args: argparse.Namespace) -> None:
     if args.about is not None:
         return operate(args)
     from qat_lora.cli import commands
-    from qat_lora.cli.progress import IS_FIRST_RANK
 
     run: Any = run_from(args, CacheRun)
     index = commands.cache(run)
-    if not IS_FIRST_RANK:
-        return
     manifest = index.manifest
     what = f"rows of {manifest.seq_len} tokens, {manifest.contents}"
     if run.part_of == (1, 1):
-        print(f"{run.output}: {manifest.rows} {what}")
-        return _hint(f"qat --cache-dir {run.output}")
-    print(
+        _say(f"{run.output}: {manifest.rows} {what}")
+        return _say(f"next: qat-lora qat --cache-dir {run.output}")
+    _say(
         f"{run.output}: part {run.part}, {index.rows} of {manifest.rows} {what}; "
         f"copy the files of all {run.part_of[1]} parts into one folder, which is the cache"
     )
@@ -128,15 +125,18 @@ def _qat(args: argparse.Namespace) -> None:
     from qat_lora.cli import commands
 
     run: Any = run_from(args, QatRun)
-    best = _print_result(commands.qat(run, launch=launch_of(args)))
-    _hint(f"recover --checkpoint {best} --cache-dir {run.cache_dir}")
+    result = commands.qat(run, launch=launch_of(args))
+    _say_trained(result)
+    _say(f"next: qat-lora recover --checkpoint {result.best} --cache-dir {run.cache_dir}")
 
 
 def _recover(args: argparse.Namespace) -> None:
     from qat_lora.cli import commands
 
-    best = _print_result(commands.recover(run_from(args, RecoveryRun), launch=launch_of(args)))  # type: ignore[arg-type]
-    _hint(f"eval --checkpoint {best} --data HELD_OUT_TEXT")
+    run: Any = run_from(args, RecoveryRun)
+    result = commands.recover(run, launch=launch_of(args))
+    _say_trained(result)
+    _say(f"next: qat-lora eval --checkpoint {result.best} --data HELD_OUT_TEXT")
 
 
 def _eval(args: argparse.Namespace) -> None:
@@ -150,7 +150,7 @@ def _eval(args: argparse.Namespace) -> None:
     replaced = write_fidelity(path, rows)
     print(f"written to {path}" + (f", in the place of earlier rows: {', '.join(replaced)}" if replaced else ""))
     if checkpoint := rows[-1].checkpoint:
-        _hint(f"export --checkpoint {checkpoint} --output NEW_FOLDER")
+        _say(f"next: qat-lora export --checkpoint {checkpoint} --output NEW_FOLDER")
 
 
 def _export(args: argparse.Namespace) -> None:
@@ -173,24 +173,20 @@ def _demo(args: argparse.Namespace) -> None:
     )
 
 
-def _print_result(result: Any) -> Path:
-    from qat_lora.cli.progress import IS_FIRST_RANK
-
-    state, best = result.state, result.best
-    if IS_FIRST_RANK:
-        print(
-            f"{best}: held-out KL {state.best_kl:.4f} after {state.best_step} steps "
-            f"({state.first_kl:.4f} before the first, {state.last_kl:.4f} after the last)"
-        )
-    return Path(best)
+def _say_trained(result: Any) -> None:
+    state = result.state
+    _say(
+        f"{result.best}: held-out KL {state.best_kl:.4f} after {state.best_step} steps "
+        f"({state.first_kl:.4f} before the first, {state.last_kl:.4f} after the last)"
+    )
 
 
-def _hint(command: str) -> None:
-    """Name the command that comes next, for a person who follows the steps."""
+def _say(text: str) -> None:
+    """Print what came out, or which command comes next; of several ranks the first speaks."""
     from qat_lora.cli.progress import IS_FIRST_RANK
 
     if IS_FIRST_RANK:
-        print(f"next: qat-lora {command}")
+        print(text)
 
 
 class _AboveBars(logging.Handler):
