@@ -46,7 +46,7 @@ def cached_kl(
         target = targets(batch, 1.0, spec)
         mask_S = counted_masks(batch, answers_only=answers_only)[0].flatten()
         hidden_SH, head = models.hidden_and_head(
-            model, batch["input_ids"], runtime, position_ids_BT=batch.get("position_ids")
+            model, batch["input_ids"], runtime, position_ids_BT=batch.get("position_ids"), dtype=torch.float32
         )
         total = total + chunked_head_loss(
             hidden_SH,

@@ -123,7 +123,7 @@ def _batch_sums(
 ) -> Tensor:
     """Sums over one batch, [4] float64 on the CPU: negative log-likelihood, KL, agreement, the teacher's likelihood."""
     different = [student] if teacher is None or teacher is student else [student, teacher]
-    used = [models.hidden_and_head(model, ids_BT, runtime) for model in different]
+    used = [models.hidden_and_head(model, ids_BT, runtime, dtype=torch.float32) for model in different]
     # what stays the same goes round with the sums, as a loop of the device needs it
     same = [x for _, head in used for x in (head.weight_VH, head.bias_V) if x is not None]
 

@@ -66,24 +66,37 @@ def trunk_hidden(model: nn.Module, input_ids_BT: Tensor, position_ids_BT: Tensor
 
 
 def hidden_states(
-    model: nn.Module, ids_BT: Tensor, runtime: Machine, *, position_ids_BT: Tensor | None = None
+    model: nn.Module,
+    ids_BT: Tensor,
+    runtime: Machine,
+    *,
+    position_ids_BT: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the hidden states [S, H] of all positions of a batch in the compute precision.
+    """Return the hidden states [S, H] of all positions of a batch in `dtype`, or else in the compute precision.
 
     A batch of a cache has `position_ids_BT` where its rows hold several documents, each of which then sees itself
     alone. The last norm may leave autocast in float32; the product with the vocabulary, the largest of all, must not.
     """
     with runtime.autocast():
         hidden_BTH = trunk_hidden(model, ids_BT, position_ids_BT)
-    return hidden_BTH.flatten(0, 1).to(runtime.precision.compute)
+    return hidden_BTH.flatten(0, 1).to(dtype or runtime.precision.compute)
 
 
 def hidden_and_head(
-    model: nn.Module, ids_BT: Tensor, runtime: Machine, *, position_ids_BT: Tensor | None = None
+    model: nn.Module,
+    ids_BT: Tensor,
+    runtime: Machine,
+    *,
+    position_ids_BT: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Head]:
-    """Return the `hidden_states` of a batch and the model's head, both in the compute precision."""
-    hidden_SH = hidden_states(model, ids_BT, runtime, position_ids_BT=position_ids_BT)
-    return hidden_SH, head_parts(model, runtime.precision.compute)
+    """Return the `hidden_states` of a batch and the model's head, both in `dtype`, or else in the compute precision.
+
+    Evaluation takes float32: logits rounded to bf16 move a small KL by some percent.
+    """
+    hidden_SH = hidden_states(model, ids_BT, runtime, position_ids_BT=position_ids_BT, dtype=dtype)
+    return hidden_SH, head_parts(model, dtype or runtime.precision.compute)
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ import copy
 import functools
 import logging
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -17,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from qat_lora.errors import ModelError, OutputError
-from qat_lora.models.families import role_of, target_linears
+from qat_lora.models.families import role_of
 from qat_lora.models.forward import check_documents, check_head
 from qat_lora.models.identity import Identity
 from qat_lora.models.placement import Placement
@@ -54,14 +53,6 @@ class Loaded:
     identity: Identity
     stored_bits: int
     context: int | None
-
-    @functools.cached_property
-    def targets(self) -> Mapping[str, str]:
-        """The Linears to quantise and adapt, and their role; raises ModelError where not all matrices are understood.
-
-        Found when first asked for, and the names are those of the model as it was loaded.
-        """
-        return target_linears(self.model)
 
     def check(self, *, seq_len: int, documents: bool = False) -> None:
         """Raise ModelError where the head is not known, or rows of this length, or of several documents, do not fit."""

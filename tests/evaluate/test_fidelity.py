@@ -14,6 +14,7 @@ from rich.console import Console
 from torch import nn
 
 from qat_lora import models
+from qat_lora.cache import KDCacheDataset
 from qat_lora.errors import DataError
 from qat_lora.evaluate import (
     Fidelity,
@@ -58,6 +59,34 @@ def test_measure_equals_the_definitions(teacher_dir, other_teacher_dir, runtime,
     assert tokens == scores.tokens == 16 * 3 + 8
     np.testing.assert_allclose([scores.perplexity, scores.kl], [ppl, kl], **ORACLE_FLOAT32._asdict())
     assert scores.top1 == top1
+
+
+def test_the_head_is_float32_where_the_body_computes_in_bf16(
+    teacher_dir, other_teacher_dir, cache_dir, runtime
+) -> None:
+    """Logits rounded to bf16 would make the first KL larger by 3e-4 of it, the second, of a near student, by 0.16."""
+    bf16 = LocalRuntime("cpu", dtype="bf16")
+    student, teacher = (models.load(str(folder)).model for folder in (other_teacher_dir, teacher_dir))
+
+    def log_probabilities(model, ids_BT):
+        with torch.no_grad(), bf16.autocast():
+            hidden_BTH = models.trunk_hidden(model, ids_BT)
+        return (hidden_BTH.double() @ model.get_output_embeddings().weight.double().T).log_softmax(-1)
+
+    ids_BT = torch.randint(0, VOCAB, (4, 17))
+    logq_BTV, logp_BTV = (log_probabilities(model, ids_BT)[:, :-1] for model in (student, teacher))
+    kl = (logp_BTV.exp() * (logp_BTV - logq_BTV)).sum(-1).mean().item()
+    scores = measure(student, teacher, whole_windows(ids_BT, torch.full((4,), 17)), batch_size=4, runtime=bf16)
+    assert scores.kl == pytest.approx(kl, rel=ORACLE_FLOAT32.rtol)
+
+    dataset = KDCacheDataset(cache_dir, preload=True)
+    batch = next(dataset.batches(4))
+    logq_BTK = log_probabilities(teacher, batch["input_ids"]).gather(-1, batch["topk_ids"])
+    logp_BTK = batch["topk_logprobs"].double()
+    kl_BT = (logp_BTK.exp() * (logp_BTK - logq_BTK)).sum(-1)
+    kl = kl_BT[torch.arange(kl_BT.shape[1]) < batch["length"][:, None]].mean().item()
+    found = cached_kl(teacher, [batch], dataset.manifest.target_spec, runtime=bf16, chunk_tokens=7)
+    assert found == pytest.approx(kl, rel=0.01)  # 8e-6, which float32 tells to 1e-3
 
 
 def test_a_teacher_is_at_distance_zero_of_itself(teacher_dir, runtime) -> None:
