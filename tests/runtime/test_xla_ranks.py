@@ -7,10 +7,12 @@ import importlib.util
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from qat_lora.runtime import LocalRuntime
 from qat_lora.runtime.xla import chips as xla_chips
 from qat_lora.train.run import run_recovery
 from tests.runtime import programs, ranks
+from tests.runtime.forked import Done, forked
 from tests.runtime.test_xla_spmd import left_at_15
 
 pytestmark = [
@@ -27,6 +30,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed"),
 ]
 TWO_DEVICES = {"CPU_NUM_DEVICES": "2", "PJRT_CPU_ASYNC_CLIENT": "0", "XLA_THREAD_POOL_SIZE": "16"}
+SCRIPT = "scripts/train_v2_tpu_multi.py"
 run_program = functools.partial(programs.run_apart, module="tests.runtime.xla_ranks")
 
 
@@ -144,16 +148,20 @@ def test_what_the_environment_says_is_not_overruled(chips, there, own, words, mo
 
 
 def test_the_scripts_for_many_chips_run_on_the_one_that_is_there_and_refuse_more(tmp_path, cache_dir) -> None:
-    def script(*more: str, launch: str = "--from-scratch") -> subprocess.CompletedProcess[str]:
-        command = [
-            *(sys.executable, "scripts/train_v2_tpu_multi.py", launch, "--cache-dir", str(cache_dir)),
-            *("--config", "q4_r32", "--batch-size", "2", "--accumulation-steps", "2", "--max-steps", "1"),
-            *("--output", str(tmp_path / "qat"), "--eval-rows", "4", "--dtype", "fp32", *more),
+    def arguments(*more: str, launch: str = "--from-scratch") -> list[str]:
+        return [
+            *(launch, "--cache-dir", str(cache_dir), "--config", "q4_r32", "--batch-size", "2"),
+            *("--accumulation-steps", "2", "--max-steps", "1", "--output", str(tmp_path / "qat"), "--eval-rows", "4"),
+            *("--dtype", "fp32", *more),
         ]
-        environment = os.environ | {"PJRT_DEVICE": "CPU", "PYTHONPATH": str(programs.ROOT)}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=programs.ROOT, timeout=300)
 
-    done = script()
+    def script(*more: str, launch: str = "--from-scratch") -> Done:
+        return forked("tests.runtime.xla_ranks:script", SCRIPT, *arguments(*more, launch=launch), **device)
+
+    device = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": programs.XLA_FLAGS}
+    environment = os.environ | device | {"PYTHONPATH": str(programs.ROOT)}
+    command = [sys.executable, SCRIPT, *arguments()]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=programs.ROOT, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "effective batch: 2 rows x 2 micro-batches x 1 devices = 4 rows" in done.stderr
     assert done.stdout.count("held-out KL") == 1
@@ -171,10 +179,40 @@ def test_the_scripts_for_many_chips_run_on_the_one_that_is_there_and_refuse_more
         assert words in refused.stderr
 
 
-def started(how: str, folder: Path) -> subprocess.Popen[str]:
-    environment = os.environ | {"PJRT_DEVICE": "CPU", "PYTHONPATH": str(programs.ROOT), "HOW": how}
-    command = [sys.executable, "-m", "tests.runtime.chip_processes", str(folder)]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, cwd=programs.ROOT)
+class Job:
+    """Ranks that `launch` starts, as a new process starts them or as forks, by `tests.runtime.chip_processes`."""
+
+    def __init__(self, how: str, folder: Path, forks: subprocess.Popen[str] | None = None) -> None:
+        self._folder, self._forks = folder, forks
+        if forks is None:
+            environment = os.environ | {"PJRT_DEVICE": "CPU", "PYTHONPATH": str(programs.ROOT), "HOW": how}
+            command = [sys.executable, "-m", "tests.runtime.chip_processes", str(folder)]
+            with (folder / "errors").open("w") as errors:
+                self._process = subprocess.Popen(command, env=environment, stderr=errors, cwd=programs.ROOT)
+            self.pid = self._process.pid
+        else:
+            forks.stdin.write(json.dumps([how, str(folder)]) + "\n")
+            forks.stdin.flush()
+            self.pid = int(forks.stdout.readline())
+
+    def ended(self) -> tuple[int, str]:
+        """Wait for its exit code and its errors."""
+        if self._forks is None:
+            code = self._process.wait(timeout=120)
+        else:
+            assert select.select([self._forks.stdout], [], [], 120)[0], f"process {self.pid} does not end"
+            code = int(self._forks.stdout.readline())
+        return code, (self._folder / "errors").read_text()
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[subprocess.Popen[str]]:
+    environment = os.environ | {"PJRT_DEVICE": "CPU", "PYTHONPATH": str(programs.ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.runtime.chip_processes"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, cwd=programs.ROOT, **pipes) as server:
+        yield server
+        server.stdin.close()
 
 
 def pids(folder: Path, count: int) -> list[int]:
@@ -208,17 +246,17 @@ SENT = {"terminated": signal.SIGTERM, "interrupted": signal.SIGINT, "orphaned": 
 
 
 @pytest.mark.parametrize("how", ["done", *SENT, *OWN_WORDS])
-def test_the_processes_of_the_chips_end_together(how, tmp_path) -> None:
-    job = started(how, tmp_path)
+def test_the_processes_of_the_chips_end_together(how, tmp_path, forks) -> None:
+    job = Job(how, tmp_path, None if how == "interrupted" else forks)  # one is new all the way down
     processes = pids(tmp_path, 2) if how not in ("no chip", "unplaced") else []
     if how == "killed":
         os.kill(processes[1], signal.SIGKILL)
     elif how in SENT:
-        job.send_signal(SENT[how])
+        os.kill(job.pid, SENT[how])
     begun = time.monotonic()
-    _, words = job.communicate(timeout=120)
+    code, words = job.ended()
     assert time.monotonic() - begun < 60
-    assert job.returncode == CODES.get(how, 1), words
+    assert code == CODES.get(how, 1), words
     if how in OWN_WORDS:
         assert OWN_WORDS[how] in words
     if how == "refuses":
@@ -228,11 +266,10 @@ def test_the_processes_of_the_chips_end_together(how, tmp_path) -> None:
     assert all_gone(processes)
 
 
-def test_the_processes_of_the_chips_meet_by_torch_xlas_own_address(tmp_path) -> None:
+def test_the_processes_of_the_chips_meet_by_torch_xlas_own_address(tmp_path, forks) -> None:
     """Gloo between them: names of barriers, who is missing, digests, and rank 0 first."""
-    job = started("meets", tmp_path)
-    _, words = job.communicate(timeout=120)
-    assert job.returncode == 0, words
+    code, words = Job("meets", tmp_path, forks).ended()
+    assert code == 0, words
     first, second = (json.loads(path.read_text()) for path in sorted(tmp_path.glob("found-*.json")))
     assert first[:4] == [0, 2, True, False] and second[:4] == [1, 2, True, False]
     assert second[4] - first[4] >= 0.2, "rank 0 goes first"

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
+import runpy
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -146,3 +149,10 @@ def sums(folder: str) -> list[Any]:
         }  # fmt: skip
 
     return on_every_device(rank_program)
+
+
+def script(path: str, *argv: str) -> None:
+    """A script as its command line runs it."""
+    logging.getLogger().handlers.clear()  # a warning of torch_xla's has set up one
+    sys.argv = [path, *argv]
+    runpy.run_path(path, run_name="__main__")
