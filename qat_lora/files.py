@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Self, TypeAlias
 
 from qat_lora.errors import ConfigError, DiskFull, OutputError
 
+HOME = "QAT_LORA_CACHE_HOME"
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _LOST_SLASH = re.compile(r"(gs|gcs|s3|s3a|hf|memory|file|local):/[^/]")
 
@@ -83,6 +84,16 @@ def location(spec: str | Location) -> Location:
         scheme, _, rest = str(spec).partition(":/")
         raise ConfigError(f"{str(spec)!r} is a URL that has lost a slash; write '{scheme}://{rest}', as text.")
     return Path(spec)
+
+
+def disk_home() -> Path:
+    """The folder for what can be fetched or made again; ConfigError where this user has none."""
+    if named := os.environ.get(HOME):
+        return Path(named)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qat_lora"
+    except RuntimeError:
+        raise ConfigError(f"this user has no home folder for copies of shards; name a folder by {HOME}.") from None
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:

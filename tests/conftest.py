@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,14 @@ SEQ_LEN = 24
 CPU = PlaceConfig(device="cpu")
 OWN_THREADS = torch.get_num_threads()
 torch.set_num_threads(1)  # for what is made once per session, before the first test has a say
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_disk_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Copies of shards and token rows of tests lie in a folder of theirs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QAT_LORA_CACHE_HOME", str(tmp_path_factory.mktemp("home")))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -25,10 +25,11 @@ from filelock import FileLock
 from qat_lora.cache.index import REBUILD, Shard, check_shard
 from qat_lora.cache.remote import RemotePath, file_sizes
 from qat_lora.errors import CacheError, ConfigError, OutputError
+from qat_lora.files import HOME, disk_home
 
 logger = logging.getLogger(__name__)
 
-HOME, LIMIT_GB = "QAT_LORA_CACHE_HOME", "QAT_LORA_DISK_CACHE_GB"
+LIMIT_GB = "QAT_LORA_DISK_CACHE_GB"
 FETCHING_THREADS = 4
 MOST_AHEAD = 64  # shards; what is further away is asked for in time
 ABANDONED_SECONDS = 3600.0  # after which a half-fetched file is a killed process's
@@ -45,7 +46,7 @@ class DiskCache:
 
     def __init__(self, limit_gb: float = 0.0, home: Path | None = None) -> None:
         """Make nothing yet."""
-        self.home = _home() if home is None else home
+        self.home = disk_home() if home is None else home
         self.limit_bytes = int((limit_gb or _limit_gb()) * 1e9) or None
         self._lock, self._coming = threading.Lock(), 0
 
@@ -249,15 +250,6 @@ def _touch(path: Path) -> None:
     """Count a copy as used now; the file system's own clock may be milliseconds behind, and two uses the same."""
     now = time.time_ns()
     os.utime(path, ns=(now, now))
-
-
-def _home() -> Path:
-    if named := os.environ.get(HOME):
-        return Path(named)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qat_lora"
-    except RuntimeError:
-        raise ConfigError(f"this user has no home folder for copies of shards; name a folder by {HOME}.") from None
 
 
 def _limit_gb() -> float:

@@ -23,12 +23,11 @@ from qat_lora.cache import (
     token_arrays,
 )
 from qat_lora.cache.remote import check_writable, location
-from qat_lora.cache.write import write_first
 from qat_lora.cli.progress import BarHook, bar
 from qat_lora.config import QatRun, RecoveryRun
 from qat_lora.config.cache import CacheRun
 from qat_lora.data import TokenRows, check_source, fetch_source, read_rows, source_words
-from qat_lora.data.saved import forget_rows, load_rows, rows_content, rows_file
+from qat_lora.data.saved import SavedRows
 from qat_lora.errors import CacheMismatch, ConfigError, ModelError
 from qat_lora.models.placement import Placement, memory_bytes, places_of
 from qat_lora.runtime import Runtime, runtime_for
@@ -54,8 +53,8 @@ def cache(run: CacheRun) -> CacheIndex:
     _check_teacher(loaded, run, placement)
     with runtime.rank_zero_first("data_download"):
         fetch_source(run.data, run.source)
-    saved = _saved_rows(run, loaded.identity, loaded.tokenizer)
-    rows = _rows(run, loaded) if saved is None else load_rows(saved, lambda: _rows(run, loaded))
+    saved = _saved_rows(run, loaded)
+    rows = saved.get(lambda: _rows(run, loaded))
     manifest = _manifest(run, loaded.identity, rows, runtime.precision.compute)
     if not runtime.all_equal(lambda: _build_digest(run, manifest, runtime)):
         raise CacheMismatch(
@@ -66,9 +65,6 @@ def cache(run: CacheRun) -> CacheIndex:
         writer = CacheWriter(
             run.output, manifest, part=Part(*run.part_of), rank=runtime.rank, world_size=runtime.world_size
         )
-    if saved is not None and runtime.rank == 0 and writer.missing and not saved.exists():
-        forget_rows(saved.parent)
-        write_first(saved, rows_content(rows), replace=True)
     model = models.place(loaded.model, runtime) if placement is None else loaded.model
     head = models.head_parts(model, runtime.precision.compute)
 
@@ -93,8 +89,8 @@ def cache(run: CacheRun) -> CacheIndex:
         )
     with runtime.rank_zero_first("before_end"):  # build_cache has waited for all ranks
         index = writer.finish()
-    if saved is not None and runtime.rank == 0 and index.complete:
-        forget_rows(saved.parent)
+    if index.complete:
+        saved.forget()
     return index
 
 
@@ -118,13 +114,11 @@ def _rows(run: CacheRun, loaded: models.Loaded) -> TokenRows:
     )
 
 
-def _saved_rows(run: CacheRun, identity: models.Identity, tokenizer: object) -> Path | None:
-    """Where the rows of an unfinished cache are kept; nowhere if it lies at a URL."""
-    if not isinstance(run.output, Path):
-        return None
-    template = getattr(tokenizer, "chat_template", None)
+def _saved_rows(run: CacheRun, loaded: models.Loaded) -> SavedRows:
+    template = getattr(loaded.tokenizer, "chat_template", None)
+    of_model = (loaded.identity.tokenizer, loaded.identity.vocab_size, template)
     how = (run.seq_len, run.packing, run.eval_fraction, run.max_rows, dataclasses.asdict(run.source))
-    return rows_file(run.output, run.data, identity.tokenizer, identity.vocab_size, template, *how)
+    return SavedRows(run.output, run.data, *of_model, *how)
 
 
 def _placement(run: CacheRun, runtime: Runtime) -> Placement | None:

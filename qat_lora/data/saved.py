@@ -1,70 +1,94 @@
-"""Token rows kept on the disk while a cache is built, so that a build that continues does not tokenise again.
+"""Token rows saved on this machine's disk while their cache is built: a build that continues does not tokenise again.
 
-Owns the file and what it is named by. What the rows are, and when the file goes, others say.
+Ranks and parts of one machine share them: the first tokenises, the others wait for it and read.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import hashlib
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from qat_lora.data.paths import find_files, is_local
 from qat_lora.data.rows import TokenRows
+from qat_lora.errors import ConfigError, OutputError
+from qat_lora.files import Location, disk_home, write_atomically
 
-PREFIX = ".rows-"
+ABANDONED_SECONDS = 30 * 24 * 3600.0  # after which nobody is expected to continue a build
 
 
-def rows_file(folder: Path, spec: str, *settings: Any) -> Path:
-    """Where the rows of a source are kept, named by all on which they depend.
+class SavedRows:
+    """The rows of a source for one cache, in a file that is named by all on which they depend.
 
     Of files: their names, sizes and times. Of a hub: the name alone, so a build continues with the rows that it began
     with. Of the embedded corpus: the version of Python.
     """
-    files = (
-        [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in find_files(spec)] if is_local(spec) else []
-    )
-    what = json.dumps([spec, files, sys.version, settings], sort_keys=True, default=str)
-    return folder / f"{PREFIX}{hashlib.sha256(what.encode()).hexdigest()[:16]}.safetensors"
+
+    def __init__(self, cache: Location, spec: str, *settings: Any) -> None:
+        paths = find_files(spec) if is_local(spec) else []
+        files = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
+        what = json.dumps([spec, files, sys.version, settings], sort_keys=True, default=str)
+        self._cache, name = (hashlib.sha256(x.encode()).hexdigest()[:16] for x in (str(cache.resolve()), what))
+        try:
+            self.path: Path | None = disk_home() / "rows" / f"{self._cache}-{name}.safetensors"
+        except ConfigError:  # a user without a home folder
+            self.path = None
+
+    def get(self, make: Callable[[], TokenRows]) -> TokenRows:
+        """The rows that are saved, or else those that are made, which are saved where the disk takes them."""
+        if self.path is None:
+            return make()
+        lock = FileLock(self.path.with_suffix(".lock"), is_singleton=False)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except (OSError, NotImplementedError):  # a disk that cannot be written, or locked
+            return make()
+        try:
+            rows = _read(self.path)
+            if rows is None:
+                rows = make()
+                with contextlib.suppress(OutputError):
+                    _write(self.path, rows)
+            return rows
+        finally:
+            lock.release()
+
+    def forget(self) -> None:
+        """Remove all rows of this cache, and those of builds that nobody continued."""
+        if self.path is None:
+            return
+        for path in self.path.parent.glob("*"):
+            with contextlib.suppress(OSError):
+                if path.name.startswith(self._cache) or time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                    path.unlink()
 
 
-def rows_content(rows: TokenRows) -> bytes:
-    """The file of some rows."""
-    arrays = {
-        f.name: np.ascontiguousarray(x)
-        for f in dataclasses.fields(rows)
-        if isinstance(x := getattr(rows, f.name), np.ndarray)
-    }
-    words = json.dumps({"bos": rows.bos, "digest": rows.digest()})  # one word: safetensors writes several in any order
+def _write(path: Path, rows: TokenRows) -> None:
+    arrays = {name: np.ascontiguousarray(x) for name, x in vars(rows).items() if isinstance(x, np.ndarray)}
+    words = json.dumps({"bos": rows.bos, "digest": rows.digest()})
     content: bytes = save(arrays, {"rows": words})
-    return content
+    write_atomically(path, lambda stream: stream.write(content))
 
 
-def load_rows(path: Path, make: Callable[[], TokenRows]) -> TokenRows:
-    """The rows that are kept, or those that are made where there are none or the file is damaged."""
+def _read(path: Path) -> TokenRows | None:
+    """The rows of a file; None where it is missing or damaged."""
     try:
         with safe_open(path, "np") as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             words = json.loads(file.metadata()["rows"])
-        bos = words["bos"]
-        optional = {"starts_RT": None, "answer_RT": None}
-        rows = TokenRows(**{**optional, **arrays}, bos=None if bos is None else tuple(bos))
-        if rows.digest() == words["digest"]:
-            return rows
-    except (FileNotFoundError, NotADirectoryError, SafetensorError, TypeError, KeyError, ValueError):
-        pass
-    return make()
-
-
-def forget_rows(folder: Path) -> None:
-    """Remove what is kept in a folder."""
-    for path in folder.glob(f"{PREFIX}*.safetensors"):
-        path.unlink(missing_ok=True)
+        bos = None if words["bos"] is None else tuple(words["bos"])
+        rows = TokenRows(**{"starts_RT": None, **arrays, "bos": bos})
+        return rows if rows.digest() == words["digest"] else None
+    except (OSError, SafetensorError, TypeError, KeyError, ValueError):
+        return None

@@ -12,7 +12,6 @@ import torch
 
 from qat_lora.cache import KDCacheDataset
 from qat_lora.cli.main import main
-from qat_lora.data.saved import PREFIX
 from qat_lora.runtime import LocalRuntime
 from qat_lora.train.run import run_qat
 from tests.conftest import qat_run
@@ -118,7 +117,7 @@ def test_a_part_says_what_it_is_and_what_remains(inputs, parts, tmp_path, capsys
         "copy the files of all 3 parts into one folder, which is the cache\n"
     )
     names = ["manifest.json", "shard-00002.safetensors", "shard-00005.safetensors"]
-    assert sorted(name for name in contents(tmp_path / "c") if not name.startswith(PREFIX)) == names
+    assert sorted(contents(tmp_path / "c")) == names
 
 
 def test_ranks_build_a_part_as_one_process_builds_it(inputs, parts, tmp_path) -> None:
