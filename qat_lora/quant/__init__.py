@@ -1,7 +1,7 @@
 """Quantised linear layers, W ~ S * L[I] (+ Z): trained through the rounding, then held as packed codes. No runs.
 
 `grids` has the levels, `scales` the shapes of S, `rounding` the maths and its gradients, `packing` the bytes. `start`
-finds what a layer starts from, by the `search` of scales. `layers` has the modules and the count of their bits,
+finds what a layer starts from. `layers` has the modules and the count of their bits,
 `conversion` the walk over a model. See docs/quantization.md.
 """
 

@@ -161,7 +161,8 @@ class CodedLinear(_OwnDtypes, nn.Linear):
     def weight(self) -> Tensor:  # type: ignore[override]
         """The dequantised weight, float32 [O, I], made anew at each access; a product keeps codes in its place."""
         decode = partial(_decode, self.config, self.in_features)
-        sources = (self.packed_OP, *self.form().tensors())
+        form = self.form()
+        sources = (self.packed_OP, form.levels_N, *form.side_values())
         return products.made_from(decode(*sources), decode, *sources)
 
     def forward(self, input: Tensor) -> Tensor:

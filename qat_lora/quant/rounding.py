@@ -2,7 +2,7 @@
 
 `fake_quantize` and `dequantize` share the float operations that make a weight from a level, in one order, in float32,
 so their results are equal bit for bit. Nothing here reads a tensor on the host or branches on a value, so it traces
-lazily. How a good form is found is `start`; how codes are stored is `packing`.
+lazily. How a good form is found is in `start`, how codes are stored in `packing`.
 
 Shapes: O out features, I in features, G groups along I, C columns of a scale or offset (1, G or I), R rank, N levels.
 """
@@ -36,15 +36,14 @@ class Form(NamedTuple):
     config: LinearQuant
 
     @classmethod
-    def of(cls, config: LinearQuant, levels_N: Tensor, *others: Tensor) -> Form:
-        """The form of its `tensors`."""
-        return (
-            cls(others[:-1], levels_N, others[-1], config) if config.has_offset else cls(others, levels_N, None, config)
-        )
+    def of(cls, config: LinearQuant, levels_N: Tensor, *side_values: Tensor) -> Form:
+        """The form of these levels and `side_values`."""
+        *scale, offset_OG = side_values if config.has_offset else (*side_values, None)
+        return cls(tuple(scale), levels_N, offset_OG, config)
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Levels, scale or factors, and the offset where there is one."""
-        return self.levels_N, *self.scale, *(() if self.offset_OG is None else (self.offset_OG,))
+    def side_values(self) -> tuple[Tensor, ...]:
+        """Scale or factors, and the offset where there is one."""
+        return self.scale if self.offset_OG is None else (*self.scale, self.offset_OG)
 
     def scale_OC(self) -> Tensor:
         """S as one tensor."""
@@ -56,8 +55,7 @@ class Form(NamedTuple):
         levels_N = self.levels_N
         if self.config.is_learned:
             levels_N = round_through(levels_N, dtype).sort(stable=True).values
-        offset_OG = None if self.offset_OG is None else round_through(self.offset_OG, dtype)
-        return Form(tuple(round_through(x, dtype) for x in self.scale), levels_N, offset_OG, self.config)
+        return Form.of(self.config, levels_N, *(round_through(x, dtype) for x in self.side_values()))
 
 
 def quantize(weight_OI: Tensor, form: Form) -> Tensor:

@@ -10,8 +10,7 @@ import torch
 from qat_lora.config import LinearQuant
 from qat_lora.quant import dequantize, quantize
 from qat_lora.quant.grids import Grid
-from qat_lora.quant.search import search_scales
-from qat_lora.quant.start import factorise, search_form
+from qat_lora.quant.start import factorise, search_form, search_scales
 from tests.quant.cases import GRIDS, SHAPES, form_of, linear_of, weight_of
 from tests.reference import quant as oracle
 
