@@ -10,11 +10,14 @@ Shapes: O rows, I codes in a row, P bytes in a row, F codes in a byte.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-PLANES: dict[int, tuple[int, ...]] = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
-"""Widths in bits of the planes that make up a code, the lowest bits in the leftmost."""
+PLANES: dict[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
+"""Widths in bits of the planes that make up a code, the lowest bits first; a plane is packed as a code is."""
 
 
 def packed_bytes(in_features: int, bits: int) -> int:
@@ -24,8 +27,7 @@ def packed_bytes(in_features: int, bits: int) -> int:
 
 def pack(codes_OI: Tensor, bits: int) -> Tensor:
     """Pack codes uint8 [O, I], each below 2^bits, into bytes uint8 [O, P]."""
-    planes = []
-    shift = 0
+    planes, shift = [], 0
     for width in PLANES[bits]:
         planes.append(_pack_plane((codes_OI >> shift) & ((1 << width) - 1), width))
         shift += width
@@ -34,33 +36,21 @@ def pack(codes_OI: Tensor, bits: int) -> Tensor:
 
 def unpack(packed_OP: Tensor, bits: int, in_features: int) -> Tensor:
     """The codes uint8 [O, I] that `pack` stored."""
-    codes_OI = None
-    start = shift = 0
+    planes, start, shift = [], 0, 0
     for width in PLANES[bits]:
-        length = packed_bytes_of_plane(in_features, width)
+        length = packed_bytes(in_features, width)
         plane_OI = _unpack_plane(packed_OP[:, start : start + length], width, in_features)
-        codes_OI = plane_OI if codes_OI is None else codes_OI | (plane_OI << shift)
+        planes.append(plane_OI << shift if shift else plane_OI)
         start, shift = start + length, shift + width
-    assert codes_OI is not None
-    return codes_OI
-
-
-def packed_bytes_of_plane(in_features: int, width: int) -> int:
-    """Bytes of one plane's row."""
-    return -(-in_features * width // 8)
+    return functools.reduce(torch.bitwise_or, planes)
 
 
 def _pack_plane(values_OI: Tensor, width: int) -> Tensor:
-    if width == 8:
-        return values_OI.clone()
     rows, columns = values_OI.shape
-    fields = 8 // width
-    length = packed_bytes_of_plane(columns, width)
-    padded = values_OI.new_zeros(rows, fields * length)
-    padded[:, :columns] = values_OI
-    shifts_1F1 = torch.arange(0, 8, width, dtype=torch.uint8, device=values_OI.device).view(1, -1, 1)
-    shifted_OFP = padded.view(rows, fields, length) << shifts_1F1
-    return shifted_OFP.sum(1, dtype=torch.uint8)  # the fields do not overlap, so the sum is their union
+    fields, length = 8 // width, packed_bytes(columns, width)
+    padded_OFP = F.pad(values_OI, (0, fields * length - columns)).view(rows, fields, length)
+    shifts_F1 = torch.arange(0, 8, width, dtype=torch.uint8, device=values_OI.device)[:, None]
+    return (padded_OFP << shifts_F1).sum(1, dtype=torch.uint8)  # the fields do not overlap, so the sum is their union
 
 
 def _unpack_plane(packed_OP: Tensor, width: int, columns: int) -> Tensor:

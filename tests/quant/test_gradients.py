@@ -74,7 +74,8 @@ def test_rounding_of_stored_values_passes_gradients_unchanged(levels, scales, dt
             parameter.mul_(1 + 1e-5)  # below the resolution of the dtype, so that rounding does something
     exact = QuantLinear(16, 4, config=dataclasses.replace(config, scale_dtype="float32"))
     exact.load_state_dict(rounded.state_dict())
-    stored = rounded.quantizer.form().tensors()
+    form = rounded.quantizer.form()
+    stored = (form.levels_N, *form.side_values())
     with torch.no_grad():
         for parameter, value in zip(_tensors(exact), stored, strict=True):
             parameter.copy_(value)
