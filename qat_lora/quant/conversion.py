@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 import torch
@@ -37,8 +37,7 @@ def quantize_model(
         search: find the initial scales; False leaves them blank, for a state dict that is loaded next.
     """
     plan = [(*_find_linear(model, name), _config_of(scheme, name, role)) for name, role in targets.items()]
-    names = tuple(name for name, _, _ in plan)
-    _check_own_weights(model, names)
+    _check_own_weights(model, [linear for _, linear, _ in plan])
     told = time.monotonic()
     for number, (name, linear, config) in enumerate(plan, 1):
         if search:
@@ -47,7 +46,7 @@ def quantize_model(
                 log.info("rounding layer %d/%d", number, len(plan))
                 told = time.monotonic()
         _replace(model, linear, QuantLinear.from_linear(linear, config, search=search))
-    return names
+    return tuple(name for name, _, _ in plan)
 
 
 def freeze_codes(model: nn.Module) -> tuple[str, ...]:
@@ -63,21 +62,17 @@ def to_dense(model: nn.Module) -> tuple[str, ...]:
 
 def quant_parameters(model: nn.Module, part: QuantPart) -> dict[str, nn.Parameter]:
     """Parameters of the QuantLinears by name: master ``weights``, ``scales`` (with offsets), or ``luts``."""
-    found: dict[str, nn.Parameter] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, QuantLinear):
-            continue
-        prefix = f"{name}." if name else ""
-        if part == "weights":
-            found[f"{prefix}weight"] = module.get_parameter("weight")
-            continue
-        for inner, parameter in module.quantizer.named_parameters():
-            if (inner == "levels_N") == (part == "luts"):
-                found[f"{prefix}quantizer.{inner}"] = parameter
-    return found
+    parts: dict[str, QuantPart] = {"weight": "weights", "quantizer.levels_N": "luts"}
+    return {
+        f"{name}.{inner}".removeprefix("."): parameter
+        for name, module in model.named_modules()
+        if isinstance(module, QuantLinear)
+        for inner, parameter in module.named_parameters()
+        if inner != "bias" and parts.get(inner, "scales") == part
+    }
 
 
-def _dense(layer: Any) -> nn.Linear:
+def _dense(layer: QuantLinear | CodedLinear) -> nn.Linear:
     dense = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
     weight_OI = layer.quantizer(layer.weight) if isinstance(layer, QuantLinear) else layer.weight
     dense.weight = nn.Parameter(weight_OI.detach())
@@ -121,7 +116,8 @@ def _find_linear(model: nn.Module, name: str) -> tuple[str, nn.Linear]:
 def _config_of(scheme: QuantScheme, name: str, role: str) -> LinearQuant:
     if role not in ("mlp", "attention"):
         raise ConfigError(f"{name} has role {role!r}, and a scheme knows 'mlp' and 'attention'; give one of these.")
-    return scheme.mlp if role == "mlp" else scheme.attention
+    config: LinearQuant = getattr(scheme, role)
+    return config
 
 
 def _check_finite(name: str, layer: nn.Module) -> None:
@@ -133,18 +129,16 @@ def _check_finite(name: str, layer: nn.Module) -> None:
             )
 
 
-def _check_own_weights(model: nn.Module, names: Sequence[str]) -> None:
+def _check_own_weights(model: nn.Module, linears: Collection[nn.Linear]) -> None:
     """Refuse a Parameter that two modules share: each would round and train a copy of it."""
-    owners: dict[int, str] = {}
-    shared: dict[str, str] = {}
+    owners: dict[nn.Parameter, dict[str, nn.Module]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            other = owners.setdefault(id(parameter), name)
-            if other != name:
-                shared |= {name: other, other: name}
-    for name in names:
-        if name in shared:
+            owners.setdefault(parameter, {})[name] = module
+    for of_one in owners.values():
+        if len(of_one) > 1 and any(module in linears for module in of_one.values()):
+            first, second, *_ = of_one
             raise ModelError(
-                f"{name} and {shared[name]} share one weight, and each would round and train its own copy; "
-                "leave both out of the targets, or separate them in the model."
+                f"{first} and {second} share one weight, and each would round and train its own copy; leave both out "
+                "of the targets, or separate them in the model."
             )

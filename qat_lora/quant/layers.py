@@ -39,7 +39,6 @@ class Quantizer(nn.Module):
     levels_N: Tensor
 
     def __init__(self, form: Form) -> None:
-        """Take over a searched form."""
         super().__init__()
         self.config = form.config
         self.scale = nn.ParameterDict(dict(zip(scale_names(form.config), form.scale, strict=True)))
@@ -87,7 +86,6 @@ class QuantLinear(_OwnDtypes, nn.Linear):
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, config: LinearQuant, device: Device = None
     ) -> None:
-        """Make a blank layer."""
         super().__init__(in_features, out_features, bias, device=device, dtype=torch.float32)
         self.quantizer = Quantizer(_blank_form(out_features, in_features, config, device))
 
@@ -110,8 +108,9 @@ class QuantLinear(_OwnDtypes, nn.Linear):
 class CodedLinear(_OwnDtypes, nn.Linear):
     """A Linear of frozen codes: y = x @ W^T + b, with W = S * L[I] (+ Z) made from the codes when needed.
 
-    Nothing of W's size is kept: backward makes W once more from the codes. There is no `weight` parameter; the property
-    gives W in float32. An adapter cannot be merged into codes: `conversion.to_dense` first.
+    The constructor makes a blank one, to load a state dict into. Nothing of W's size is kept: backward makes W once
+    more from the codes. There is no `weight` parameter; the property gives W in float32. An adapter cannot be merged
+    into codes: `conversion.to_dense` first.
 
     Attributes:
         packed_OP: codes, `config.bits` each, uint8 (see `packing`).
@@ -127,7 +126,6 @@ class CodedLinear(_OwnDtypes, nn.Linear):
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, config: LinearQuant, device: Device = None
     ) -> None:
-        """Make a blank layer, to load a state dict into."""
         nn.Module.__init__(self)  # nn.Linear's own would register a weight
         self.in_features, self.out_features, self.config = in_features, out_features, config
         zeros_O = nn.Parameter(torch.zeros(out_features, device=device), requires_grad=False)
@@ -175,9 +173,8 @@ class CodedLinear(_OwnDtypes, nn.Linear):
         dtype: torch.dtype = getattr(torch, self.config.scale_dtype)
         for name, x in zip(scale_names(self.config), form.scale, strict=True):
             self.register_buffer(name, x.to(dtype, copy=True))
-        is_learned = self.config.is_learned
-        levels_N = form.levels_N.to(dtype if is_learned else torch.float32, copy=True)
-        self.register_buffer("levels_N", levels_N, persistent=is_learned)
+        levels_N = form.levels_N.to(dtype if self.config.is_learned else torch.float32, copy=True)
+        self.register_buffer("levels_N", levels_N, persistent=self.config.is_learned)
         self.register_buffer("offset_OG", None if form.offset_OG is None else form.offset_OG.to(dtype, copy=True))
 
 

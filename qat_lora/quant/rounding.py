@@ -38,8 +38,8 @@ class Form(NamedTuple):
     @classmethod
     def of(cls, config: LinearQuant, levels_N: Tensor, *side_values: Tensor) -> Form:
         """The form of these levels and `side_values`."""
-        *scale, offset_OG = side_values if config.has_offset else (*side_values, None)
-        return cls(tuple(scale), levels_N, offset_OG, config)
+        scale, offset_OG = (side_values[:-1], side_values[-1]) if config.has_offset else (side_values, None)
+        return cls(scale, levels_N, offset_OG, config)
 
     def side_values(self) -> tuple[Tensor, ...]:
         """Scale or factors, and the offset where there is one."""
