@@ -11,14 +11,7 @@ from torch import Tensor, nn
 
 from qat_lora import models
 from qat_lora.errors import DataError
-from qat_lora.kd import (
-    Target,
-    TargetSpec,
-    chunked_head_loss,
-    counted_masks,
-    distillation,
-    targets,
-)
+from qat_lora.kd import Target, TargetSpec, chunked_head_loss, counted_masks, distillation, targets
 from qat_lora.runtime import Runtime
 
 

@@ -31,7 +31,8 @@ from qat_lora.train.student import student_tensors
 log = logging.getLogger(__name__)
 
 # What may differ between a run and its resumption. Places are compared by what lies there (identity, cache); rows per
-# step as batch_size x accumulation_steps x ranks; seq_len is a check of the cache, which is the same.
+# step as batch_size x accumulation_steps x ranks; seq_len is a check of the cache, which is the same. Ranks on several
+# machines may name places otherwise, too.
 _PLACES = ("output", "place", "model", "cache_dir", "checkpoint", "preset")
 _HOW_IT_RUNS = ("execution", "preload", "disk_cache_gb", "chunk_tokens", "seq_len")
 _HOW_LONG_AND_WHAT_IT_REPORTS = ("max_steps", "log_every", "eval_every", "eval_rows", "save_every", "keep_last")
@@ -219,16 +220,14 @@ def check_ranks_agree(opening: Opening, model: nn.Module) -> None:
 
 def _digest(opening: Opening, model: nn.Module) -> bytes:
     """Of all that ranks must have in common before the first step; the model is on the host."""
-    places = ("place", "output", "cache_dir", "checkpoint", "model")  # which may be named otherwise on another machine
-    run, identity = opening.run, opening.loaded.identity
-    settings = {name: value for name, value in to_json(run).items() if name not in places}
-    resumed = opening.start if opening.is_resumed else None
-    begun = [resumed["progress"], (run.output / "best.pt").exists()] if resumed else []
-    facts = [settings, begun, opening.cache.manifest.identity(), identity.weights, identity.tokenizer]
-    facts.append(str(opening.runtime.precision.compute))
+    run, identity, start = opening.run, opening.loaded.identity, opening.start if opening.is_resumed else None
+    settings = {name: value for name, value in to_json(run).items() if name not in _PLACES}
+    begun = [start["progress"], (run.output / "best.pt").exists()] if start else []
+    model_facts = [identity.weights, identity.tokenizer, str(opening.runtime.precision.compute)]
+    facts = [settings, begun, opening.cache.manifest.identity(), *model_facts]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     tensors = trained | student_tensors(model)  # of a student that recovery freezes, too
-    for x in (*tensors.values(), *(resumed["ema"].values() if resumed else ())):
+    for x in (*tensors.values(), *(start["ema"].values() if start else ())):
         digest.update(x.detach().reshape(-1).view(torch.uint8).numpy())
     return digest.digest()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import pickle
 import zipfile
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,37 +17,13 @@ import torch
 from torch import Tensor
 
 from qat_lora import adapters
-from qat_lora.cache import CacheManifest
-from qat_lora.config import QatRun, QuantScheme, RecoveryRun
 from qat_lora.errors import CheckpointError
 from qat_lora.models import Identity
 from qat_lora.runtime import Runtime
-from qat_lora.settings import to_json
 from qat_lora.train.loop import TrainState
 
 FORMAT = "qat_lora.checkpoint"
 _PROGRESS = ("step", "best_kl", "best_step", "first_kl", "last_kl", "evaluated_step")
-
-
-def run_facts(
-    run: QatRun | RecoveryRun,
-    identity: Identity,
-    manifest: CacheManifest,
-    scheme: QuantScheme,
-    provenance: Mapping[str, Any],
-    runtime: Runtime,
-) -> dict[str, Any]:
-    """The part that is the same in all checkpoints of a run: what was run, on which model and cache, by which code."""
-    return {
-        "format": FORMAT,
-        "kind": run.command,
-        "run": to_json(run),
-        "identity": asdict(identity),
-        "cache": {**manifest.identity(), "source": manifest.source},
-        **provenance,
-        "scheme": to_json(scheme),
-        "world_size": runtime.world_size * runtime.devices,
-    }
 
 
 def student_state(

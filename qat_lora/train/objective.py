@@ -77,27 +77,19 @@ class Anchor:
         return {name: x.index_select(0, pick) for name, x in self.batch.items()}
 
 
+@dataclass(frozen=True)
 class KDObjective:
     """(1 - alpha) * (KD + w_hard * CE to the teacher's top-1) + alpha * next-token CE + w_anchor * KL to the start.
 
-    KD is T^2 * KL(teacher_T || student_T), the teacher as the cache has it (see `qat_lora.kd.distillation`).
+    KD is T^2 * KL(teacher_T || student_T), the teacher as the cache has it (see `qat_lora.kd.distillation`). `spec` is
+    what the batches hold.
     """
 
-    def __init__(
-        self,
-        kd: KDConfig,
-        spec: TargetSpec,
-        runtime: Runtime,
-        *,
-        total_steps: int,
-        anchor: Anchor | None = None,
-    ) -> None:
-        """Take the settings, what the batches hold, and the anchor rows if any."""
-        self.kd = kd
-        self.spec = spec
-        self.runtime = runtime
-        self.total_steps = total_steps
-        self.anchor = anchor
+    kd: KDConfig
+    spec: TargetSpec
+    runtime: Runtime
+    total_steps: int
+    anchor: Anchor | None = None
 
     def counts(self, batches: list[Batch], *, position: int) -> Counts:
         """Global counts of one optimizer step whose first micro-batch is `position`, without a host read."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from qat_lora import models
 from qat_lora.cache import KDCacheDataset
-from qat_lora.config import QatRun, RecoveryRun
+from qat_lora.config import QatRun, QuantScheme, RecoveryRun
 from qat_lora.runtime import Runtime
-from qat_lora.train.checkpoint import load_checkpoint
+from qat_lora.settings import to_json
+from qat_lora.train.checkpoint import FORMAT, load_checkpoint
 
 Launch = Literal["new", "resume", "from_scratch"]
 
@@ -53,9 +55,8 @@ class Opening:
     @property
     def has_other_eval_rows(self) -> bool:
         """Whether a resumed run evaluates another number of held-out rows than before."""
-        if not self.is_resumed or self.start is None:
-            return False
-        return bool(self.start["run"]["loop"]["eval_rows"] != self.run.loop.eval_rows)
+        before = self.start["run"]["loop"]["eval_rows"] if self.is_resumed and self.start else self.run.loop.eval_rows
+        return bool(before != self.run.loop.eval_rows)
 
     @functools.cached_property
     def cache(self) -> KDCacheDataset:
@@ -80,16 +81,30 @@ class Opening:
         with self.runtime.rank_zero_first("model_download"):
             return models.load(name)
 
+    def facts(self, scheme: QuantScheme, made_by: Mapping[str, Any]) -> dict[str, Any]:
+        """The same part of all checkpoints of the run: what was run, on which model and cache, by which code."""
+        manifest = self.cache.manifest
+        return {
+            "format": FORMAT,
+            "kind": self.run.command,
+            "run": to_json(self.run),
+            "identity": asdict(self.loaded.identity),
+            "cache": {**manifest.identity(), "source": manifest.source},
+            **made_by,
+            "scheme": to_json(scheme),
+            "world_size": self.runtime.world_size * self.runtime.devices,
+        }
+
     @functools.cached_property
     def train_rows(self) -> KDCacheDataset:
         """The rows that are trained on, with the ids that the student has."""
-        return self._split("train")
+        return self._of_student.part("train")
 
     @functools.cached_property
     def held_out_rows(self) -> KDCacheDataset:
         """The rows that the run is evaluated on, none of which it trains on."""
-        return self._split("eval")
+        return self._of_student.part("eval")
 
-    def _split(self, split: Literal["train", "eval"]) -> KDCacheDataset:
-        cache = self.cache.for_vocabulary(self.loaded.identity.vocab_size)
-        return cache.part(split)
+    @property
+    def _of_student(self) -> KDCacheDataset:
+        return self.cache.for_vocabulary(self.loaded.identity.vocab_size)

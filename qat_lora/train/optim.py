@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +25,14 @@ def build_optimizer(
     so a number that changes is another graph whenever it meets the value of another (bias correction and 1 - beta1 are
     both 0.1 at the first step), and 0 and 1 are constants.
     """
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": list(weights), "lr_ratio": 1.0, "weight_decay": optim.weight_decay},
         {"params": list(scales), "lr_ratio": optim.scale_lr_ratio, "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
-    device = groups[0]["params"][0].device  # type: ignore[index]
-    fused = device.type in ("cpu", "cuda")
-    capturable = is_static(groups[0]["params"][0])  # type: ignore[index]
-    lr = torch.tensor(optim.lr, device=device) if capturable else optim.lr
+    first: Tensor = groups[0]["params"][0]
+    fused, capturable = first.device.type in ("cpu", "cuda"), is_static(first)
+    lr = torch.tensor(optim.lr, device=first.device) if capturable else optim.lr
     optimizer = torch.optim.AdamW(
         groups, lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=fused or None, capturable=capturable
     )
@@ -63,10 +63,8 @@ def lr_at(step: int, total_steps: int, optim: OptimConfig) -> float:
 def set_lr(optimizer: torch.optim.Optimizer, lr: float, runtime: Runtime) -> None:
     """Set every group's learning rate to its share of `lr`, a tensor where it was one."""
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"] = runtime.scalar(lr * group["lr_ratio"])
-        else:
-            group["lr"] = lr * group["lr_ratio"]
+        share = lr * group["lr_ratio"]
+        group["lr"] = runtime.scalar(share) if isinstance(group["lr"], Tensor) else share
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], clip_norm: float, runtime: Runtime) -> Tensor:
@@ -88,16 +86,13 @@ def update_ema(ema: Mapping[str, Tensor], trained: Mapping[str, nn.Parameter], d
 @contextlib.contextmanager
 def swapped_in(ema: Mapping[str, Tensor], trained: Mapping[str, nn.Parameter], runtime: Runtime) -> Iterator[None]:
     """Let the trained parameters hold their moving averages within the block; nothing where there are none."""
-    swaps = 0
+    _swap(ema, trained)
     try:
-        _swap(ema, trained)
-        swaps += 1
         runtime.mark_step("set-up")  # a pending swap would become part of the block's graph, and of the next step's
         yield
     finally:
-        if swaps:
-            _swap(ema, trained)
-            runtime.mark_step("set-up")
+        _swap(ema, trained)
+        runtime.mark_step("set-up")
 
 
 def averages_of(trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

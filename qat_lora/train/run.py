@@ -25,7 +25,7 @@ from qat_lora.runtime import Runtime
 from qat_lora.settings import from_json, to_json
 from qat_lora.train.anchor import anchor_of
 from qat_lora.train.checking import another_run, check, check_ranks_agree
-from qat_lora.train.checkpoint import restore, resume_state, run_facts, student_state
+from qat_lora.train.checkpoint import restore, resume_state, student_state
 from qat_lora.train.execution import Run, autoscaled, lower_layers, state_bytes, with_global_batch
 from qat_lora.train.folder import LossLog, how_to_continue, provenance, remove_run, save_numbered
 from qat_lora.train.graphs import RecompileHook
@@ -116,7 +116,7 @@ def _fit(opening: Opening, student: Student, extra_hooks: Sequence[Hook]) -> Run
         write_json(output / "run.json", {"command": run.command, "config": to_json(run), "model": identity, **made_by})
     objective = KDObjective(run.kd, manifest.target_spec, runtime, total_steps=run.loop.max_steps, anchor=anchor)
     speed, watch = SpeedHook(runtime), RecompileHook(runtime, max_recompiles=run.execution.max_recompiles)
-    facts = run_facts(run, opening.loaded.identity, manifest, student.scheme, made_by, runtime)
+    facts = opening.facts(student.scheme, made_by)
     hooks = [*_hooks(opening, facts, tensors, losses, speed), speed, *extra_hooks, watch]
     batches = opening.train_rows.batches(
         run.loop.batch_size * runtime.devices, position=state.step * run.loop.accumulation_steps
