@@ -14,17 +14,15 @@ import os
 import shutil
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from filelock import FileLock
 
-from qat_lora.cache.index import REBUILD, Shard, check_shard
+from qat_lora.cache.index import Shard, check_shard, check_size
 from qat_lora.cache.remote import RemotePath, file_sizes
-from qat_lora.errors import CacheError, ConfigError, OutputError
+from qat_lora.errors import ConfigError, OutputError
 from qat_lora.files import HOME, disk_home
 
 logger = logging.getLogger(__name__)
@@ -35,8 +33,14 @@ MOST_AHEAD = 64  # shards; what is further away is asked for in time
 ABANDONED_SECONDS = 3600.0  # after which a half-fetched file is a killed process's
 
 
+class _Copy(NamedTuple):
+    used_ns: int
+    size: int
+    path: Path
+
+
 class DiskCache:
-    """The folder of copies of shards.
+    """The folder of copies of shards. All that it knows is in its files.
 
     Args:
         limit_gb: how much it may hold, in 10^9 bytes; 0 asks the environment, and where that is silent too, the copies
@@ -45,16 +49,8 @@ class DiskCache:
     """
 
     def __init__(self, limit_gb: float = 0.0, home: Path | None = None) -> None:
-        """Make nothing yet."""
         self.home = disk_home() if home is None else home
         self.limit_bytes = int((limit_gb or _limit_gb()) * 1e9) or None
-        self._lock, self._coming = threading.Lock(), 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "_coming": 0}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock())
 
     def path(self, folder: RemotePath, record: Shard) -> Path:
         """Where the copy of a shard lies, if it is there."""
@@ -64,12 +60,10 @@ class DiskCache:
     def found(self, folder: RemotePath, record: Shard) -> Path | None:
         """The copy of a shard, which now counts as used; None where there is none."""
         path = self.path(folder, record)
-        try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if path.stat().st_size == record.size_bytes:
                 _touch(path)
                 return path
-        except (FileNotFoundError, NotADirectoryError):
-            pass
         return None
 
     def get(self, folder: RemotePath, record: Shard) -> Path:
@@ -77,23 +71,19 @@ class DiskCache:
 
         Raises CacheError where what comes is not what the record says, RemoteError where nothing comes.
         """
-        if (there := self.found(folder, record)) is not None:
-            return there
+        if (path := self.found(folder, record)) is not None:
+            return path
         source = folder / record.file
 
         def fetch(target: Path) -> None:
             try:
                 source.download(target)
-            except FileNotFoundError:
-                raise CacheError(
-                    f"The KD cache lacks its shard {str(source)!r}; restore the file or run the build command again."
-                ) from None
+            except FileNotFoundError:  # the check says that it is lacking
+                target.unlink()
             check_shard(target, record, name=source)
 
-        if self._room(self._held()) < record.size_bytes:  # no copy gives way to what an index only claims
-            size = file_sizes(folder).get(record.file, 0)
-            if size != record.size_bytes:
-                raise CacheError(f"{str(source)!r} has {size} bytes instead of {record.size_bytes}; {REBUILD}.")
+        if self._room(self._copies()[0]) < record.size_bytes:  # no copy gives way to what an index only claims
+            check_size(source, file_sizes(folder).get(record.file), record)
         return self._made(folder, record, fetch)
 
     def put(self, folder: RemotePath, record: Shard, data: bytes) -> Path:
@@ -102,30 +92,26 @@ class DiskCache:
 
     def capacity(self, shard_bytes: int) -> int:
         """How many shards of so many bytes fit, when all other copies give way."""
-        held = self._held()
-        return (self._room(held) + sum(size for _, size, _ in held)) // shard_bytes
+        copies, _ = self._copies()
+        return (self._room(copies) + sum(copy.size for copy in copies)) // shard_bytes
 
     def _made(self, folder: RemotePath, record: Shard, fill: Callable[[Path], object], *, anew: bool = False) -> Path:
         """The copy, made by whoever comes first; the others wait for it."""
         path = self.path(folder, record)
+        # The name says how much room this takes before it is there.
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.{record.size_bytes}.tmp")
         try:
             with self._locked(record.sha256[:3]):  # 4,096 locks: two shards rarely share one
-                if not anew and (there := self.found(folder, record)) is not None:
-                    return there
-                path.parent.mkdir(parents=True, exist_ok=True)
-                temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-                self._make_room(record)
+                if not anew and (found := self.found(folder, record)) is not None:
+                    return found
                 try:
+                    self._make_room(record, temporary)
                     fill(temporary)
                     _touch(temporary)
-                    with self._lock:  # a copy is coming or there, never both
+                    with self._locked("room"):  # who looks sees one of the two
                         os.replace(temporary, path)
-                        self._coming -= record.size_bytes
-                except BaseException:
-                    with self._lock:
-                        self._coming -= record.size_bytes
+                finally:
                     temporary.unlink(missing_ok=True)
-                    raise
         except OSError as error:
             raise OutputError(
                 f"{path} cannot be written ({error.strerror or error}); free space, lower --disk-cache-gb, or name "
@@ -133,39 +119,42 @@ class DiskCache:
             ) from None
         return path
 
-    def _make_room(self, record: Shard) -> None:
-        """Delete the copies used longest ago until this one fits, beside those that other threads are fetching."""
+    def _make_room(self, record: Shard, temporary: Path) -> None:
+        """Delete the copies used longest ago until this one fits, beside those that are being fetched."""
         if self.limit_bytes is not None and record.size_bytes > self.limit_bytes:
             raise ConfigError(
                 f"The disk cache may hold {self.limit_bytes / 1e9:g} GB, but {record.file} has "
                 f"{record.size_bytes / 1e9:g} GB; raise --disk-cache-gb (or {LIMIT_GB})."
             )
-        with self._locked("room"), self._lock:
-            self._coming += record.size_bytes
-            held = self._held()
-            room = self._room(held)
-            for _, size, path in sorted(held):
-                if room >= self._coming:
+        with self._locked("room"):
+            temporary.parent.mkdir(parents=True, exist_ok=True)
+            temporary.touch()
+            copies, coming = self._copies()
+            room = self._room(copies)
+            for copy in sorted(copies):
+                if room >= coming:
                     break
-                path.unlink(missing_ok=True)
-                room += size
+                copy.path.unlink(missing_ok=True)
+                room += copy.size
 
-    def _room(self, held: Sequence[tuple[int, int, Path]]) -> int:
+    def _room(self, copies: Sequence[_Copy]) -> int:
         """Bytes that may come without a copy giving way."""
         if self.limit_bytes is not None:
-            return self.limit_bytes - sum(size for _, size, _ in held)
+            return self.limit_bytes - sum(copy.size for copy in copies)
         disk = shutil.disk_usage(next(path for path in (self.home, *self.home.parents) if path.exists()))
         return disk.free - disk.total // 10
 
-    def _held(self) -> list[tuple[int, int, Path]]:
-        """When each copy was used last, its bytes and its path; files that are being fetched are not among them."""
-        held = []
+    def _copies(self) -> tuple[list[_Copy], int]:
+        """The copies, with what killed processes left; and how many bytes are being fetched, by all processes."""
+        copies, coming = [], 0
         for path in (self.home / "shards").glob("*/*.safetensors*"):
             with contextlib.suppress(FileNotFoundError):
                 stat = path.stat()
                 if path.suffix != ".tmp" or time.time() - stat.st_mtime > ABANDONED_SECONDS:
-                    held.append((stat.st_mtime_ns, stat.st_size, path))
-        return held
+                    copies.append(_Copy(stat.st_mtime_ns, stat.st_size, path))
+                else:
+                    coming += int(path.name.split(".")[-2])
+        return copies, coming
 
     def _locked(self, name: str) -> FileLock:
         """Let one thread of one process at a time do what has this name; the lock of a killed one is free."""
@@ -181,33 +170,16 @@ class ShardFetcher:
     """
 
     def __init__(self, folder: RemotePath, records: Sequence[Shard], disk: DiskCache) -> None:
-        """Fetch nothing yet."""
         self.folder, self.records, self.disk = folder, records, disk
-        self._start()
+        self._lock, self._waiting, self._coming = threading.Lock(), list[int](), dict[int, threading.Event]()
 
-    def _start(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: deque[int] = deque()
-        self._begun: dict[int, Future[None]] = {}
-        self._threads = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("folder", "records", "disk")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._start()
-
-    def is_here(self, index: int) -> bool:
-        """Whether a shard's copy is on the disk."""
-        return self.disk.path(self.folder, self.records[index]).exists()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardFetcher, (self.folder, self.records, self.disk)
 
     def path(self, index: int) -> Path:
         """The copy of a shard, waiting for it if need be; raises as `DiskCache.get`."""
-        with self._lock:
-            begun = self._begun.get(index)  # one that only waits to be fetched is fetched here, sooner
-        if begun is not None:
-            begun.result()
+        if (coming := self._coming.get(index)) is not None:  # one that only waits is fetched here, sooner
+            coming.wait()
         return self.disk.get(self.folder, self.records[index])
 
     def expect(self, indices: Sequence[int]) -> None:
@@ -221,29 +193,26 @@ class ShardFetcher:
             largest = max(record.size_bytes for record in self.records)
             wanted = wanted[: min(MOST_AHEAD, self.disk.capacity(largest) // 2)]
         with self._lock:
-            self._waiting = deque(index for index in wanted if index not in self._begun)
-            lacking = min(FETCHING_THREADS, len(self._waiting)) - self._threads
-            self._threads += max(lacking, 0)
-        for _ in range(lacking):
-            threading.Thread(target=self._fetch, name="qat_lora-fetch", daemon=True).start()
+            self._waiting = [index for index in wanted if index not in self._coming]
+            while len(self._coming) < FETCHING_THREADS and (index := self._next()) is not None:
+                threading.Thread(target=self._fetch, args=(index,), name="qat_lora-fetch", daemon=True).start()
 
-    def _fetch(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._threads -= 1
-                    return
-                index = self._waiting.popleft()
-                done = self._begun[index] = Future()
+    def _next(self) -> int | None:
+        """Begin with the first that waits; the caller holds the lock."""
+        if not self._waiting:
+            return None
+        self._coming[index := self._waiting.pop(0)] = threading.Event()
+        return index
+
+    def _fetch(self, index: int | None) -> None:
+        while index is not None:
             try:
                 self.disk.get(self.folder, self.records[index])
-                done.set_result(None)
-            except BaseException as error:
+            except Exception as error:  # who needs the shard is told then
                 logger.debug("fetching %s ahead: %s", self.records[index].file, error)
-                done.set_exception(error)
-            finally:
-                with self._lock:
-                    del self._begun[index]
+            with self._lock:
+                self._coming.pop(index).set()
+                index = self._next()
 
 
 def _touch(path: Path) -> None:

@@ -241,12 +241,22 @@ def read_header(path: Place, manifest: CacheManifest, index: int, size: int, dig
         raise CacheError(f"{str(path)!r} is no sound shard ({error}); {REBUILD}.") from None
 
 
+def check_size(place: Place, size: int | None, shard: Shard) -> None:
+    """CacheError unless a shard's file is there, its size not None, and as large as it was when it was written."""
+    if size is None:
+        raise CacheError(
+            f"The KD cache lacks its shard {str(place)!r}; restore the file or run the build command again."
+        )
+    if size != shard.size_bytes:
+        raise CacheError(f"{str(place)!r} has {size} bytes instead of {shard.size_bytes} (cut short?); {REBUILD}.")
+
+
 def check_shard(path: Place, shard: Shard, *, name: Place | None = None) -> None:
     """Read every byte of a shard file; CacheError unless it is the one that the index or its header describes.
 
     `name` is what a copy is called in errors.
     """
-    place = repr(str(name or path))
+    place = name or path
     header, content = hashlib.sha256(), hashlib.sha256()
     size = header_end = 0
     try:
@@ -256,18 +266,15 @@ def check_shard(path: Place, shard: Shard, *, name: Place | None = None) -> None
             header.update(chunk[:rest])
             content.update(chunk[rest:])
             size += len(chunk)
-    except FileNotFoundError:
-        raise CacheError(
-            f"The KD cache lacks its shard {place}; restore the file or run the build command again."
-        ) from None
     except OSError as error:
-        raise CacheError(f"{place} cannot be read ({error}); restore the file.") from None
-    if size != shard.size_bytes:
-        raise CacheError(f"{place} has {size} bytes instead of {shard.size_bytes} (cut short?); {REBUILD}.")
+        if isinstance(error, FileNotFoundError):
+            check_size(place, None, shard)
+        raise CacheError(f"{str(place)!r} cannot be read ({error}); restore the file.") from None
+    check_size(place, size, shard)
     for found, wanted in ((header.hexdigest(), shard.sha256), (content.hexdigest(), shard.content)):
         if found != wanted:
             digests = f"sha256 {found[:12]}.. instead of the recorded {wanted[:12]}.."
-            raise CacheError(f"{place} is damaged: {digests}; {REBUILD}.")
+            raise CacheError(f"{str(place)!r} is damaged: {digests}; {REBUILD}.")
 
 
 def shard_file(manifest: CacheManifest, index: int, tensors: Arrays, sums: Mapping[str, float]) -> tuple[Shard, bytes]:

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 
 from qat_lora.cache.codec import batch_of, rows_of
 from qat_lora.cache.copies import DiskCache, ShardFetcher
-from qat_lora.cache.index import REBUILD, CacheIndex, check_shard, read_header
+from qat_lora.cache.index import REBUILD, CacheIndex, check_shard, check_size, read_header
 from qat_lora.cache.manifest import Array
 from qat_lora.cache.remote import Place, RemotePath, file_sizes
 from qat_lora.errors import CacheError
@@ -49,7 +49,9 @@ class ShardReader:
         if isinstance(directory, RemotePath):
             self._fetcher = ShardFetcher(directory, index.shards, disk or DiskCache())
         else:
-            _check_sizes(directory, index)
+            sizes = file_sizes(directory)
+            for shard in index.shards:
+                check_size(directory / shard.file, sizes.get(shard.file), shard)
         self._start()
         for number in range(index.manifest.shard_count) if preload else ():
             self.expect(range(number, index.manifest.shard_count))
@@ -146,15 +148,3 @@ def _ranks_here(world_size: int) -> int:
     """Ranks of this host: what torchrun says, else all."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     return min(int(said), world_size) if said.isdigit() and int(said) else world_size
-
-
-def _check_sizes(directory: Place, index: CacheIndex) -> None:
-    sizes = file_sizes(directory)
-    for shard in index.shards:
-        path, size = directory / shard.file, sizes.get(shard.file)
-        if size is None:
-            raise CacheError(
-                f"The KD cache lacks its shard {str(path)!r}; restore the file or run the build command again."
-            )
-        if size != shard.size_bytes:
-            raise CacheError(f"{str(path)!r} has {size} bytes instead of {shard.size_bytes} (cut short?); {REBUILD}.")
