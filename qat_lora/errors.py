@@ -1,6 +1,6 @@
 """Errors that a person can act on.
 
-Every class here stands for a mistake that the user can mend. The message is one sentence that names the value, the
+Every class here stands for a mistake that the user can repair. The message is one sentence that names the value, the
 place and the fix; the command line prints it without a traceback and exits with code 2. Bugs of ours are ordinary
 exceptions.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 
 class QatLoraError(Exception):
-    """Base of all errors that the user can mend."""
+    """Base of all errors that the user can repair."""
 
 
 class ConfigError(QatLoraError, ValueError):
@@ -61,6 +61,11 @@ class OutputError(QatLoraError):
 
 class DiskFull(OutputError):
     """A result cannot be written for want of space."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, as a part of a sentence: its first line, or its class where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ import typing
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from qat_lora.errors import ConfigError, did_you_mean
+from qat_lora.errors import ConfigError, did_you_mean, first_line
 from qat_lora.files import Location, Url, is_remote, location
 
 T = TypeVar("T")
@@ -183,7 +183,7 @@ def load_settings(config: T, path: Path) -> T:
     try:
         tree = (yaml.safe_load if path.suffix in (".yaml", ".yml") else json.loads)(path.read_text())
     except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"settings file {path} cannot be read: {str(error).splitlines()[0]}; correct it.") from None
+        raise ConfigError(f"settings file {path} cannot be read: {first_line(error)}; correct it.") from None
     if isinstance(tree, dict) and {"command", "config"} <= tree.keys():  # the run.json of an earlier run
         tree = tree["config"]
     for dotted, value in _flatten(tree).items():

@@ -175,7 +175,7 @@ class ChatRenderer:
     def _last_answer(
         self, messages: Sequence[Message], text: str, thinking: bool, place: str
     ) -> tuple[int, int] | None:
-        """Where in the text, which may go on, the last message stands; None where the template does not show it."""
+        """Where in the text, which may continue, the last message stands; None where the template does not show it."""
         try:
             prompts = [self._render(messages[:-1], place, thinking=t, prompt=True) for t in {thinking, True}]
             shorter = self._render(messages, place, thinking=thinking)

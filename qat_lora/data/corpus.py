@@ -103,14 +103,15 @@ def _passages(folder: Path, relative_path: str) -> Iterator[_Passage]:
     """Yield (heading, prose) for all there is to read in one file; a file that does not parse has nothing."""
     try:
         source = (folder / relative_path).read_text(encoding="utf-8")
-        with warnings.catch_warnings(action="ignore"):  # invalid escapes in old sources are not ours to mend
+        with warnings.catch_warnings(action="ignore"):  # invalid escapes in old sources are not ours to repair
             tree = ast.parse(source)
     except (SyntaxError, ValueError):  # ValueError: not UTF-8, or a null byte
         return
     if relative_path == TOPICS_PATH:
         yield from _topics(tree)
         return
-    yield _module_name(relative_path), ast.get_docstring(tree) or ""
+    module = relative_path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    yield module, ast.get_docstring(tree) or ""
     yield from _docstrings(tree, prefix="")
     yield from (("", text) for text in _block_comments(source))
 
@@ -156,10 +157,6 @@ def _block_comments(source: str) -> Iterator[str]:
         block.append(re.sub(r"^#+:? ?", "", match["comment"]))
         block_end = match.end()
     yield "\n".join(block)
-
-
-def _module_name(relative_path: str) -> str:
-    return relative_path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def _distinct(passages: Iterator[_Passage], seen: set[str]) -> list[_Passage]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -28,13 +28,11 @@ _PROBES = ("a", "The", "1")
 
 
 class TokenIds(Protocol):
-    """The ids of a document, of which only those that are sliced need be read."""
+    """The ids of a document; a slice is ``[N]`` int64, and only what is sliced need be read."""
 
-    def __len__(self) -> int:
-        """How many ids there are."""
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, part: slice, /) -> Array:
-        """Return some of them, ``[N]`` int64."""
+    def __getitem__(self, part: slice, /) -> Array: ...
 
 
 Document: TypeAlias = "str | TokenIds"  # a text (a `ChatText` knows its answers), or its token ids
@@ -116,8 +114,7 @@ def _without_ends(tokens: Tokens, bos: tuple[int, ...], eos: int) -> Tokens:
     tokens = tokens[first:]
     if not len(tokens) or tokens.ids_N[-1] != eos:
         return tokens
-    eos_is_answer = tokens.answer_N is not None and bool(tokens.answer_N[-1])
-    return Tokens(tokens.ids_N[:-1], None if tokens.answer_N is None else tokens.answer_N[:-1], eos_is_answer)
+    return replace(tokens[:-1], eos_is_answer=tokens.answer_N is not None and bool(tokens.answer_N[-1]))
 
 
 def _encoded_texts(texts: list[str], tokenizer: Any) -> list[Tokens]:

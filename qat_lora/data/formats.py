@@ -7,7 +7,7 @@ Does not own where rows come from (`text`, `hub`) nor how a chat becomes text (`
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from qat_lora.config.source import DataFormat
@@ -45,13 +45,11 @@ def content_of(row: Row, data_format: DataFormat) -> str | list[Message]:
             )
         return row.value
     form = recognised(row) if data_format == "auto" else data_format
-    if form == "text":
-        text = _text(row)
-        _check_characters(row, [text])
-        return text
-    messages = {"alpaca": _alpaca, "sharegpt": _sharegpt, "messages": _messages}[form](row)
-    _check_characters(row, [text for message in messages for text in message.values()])
-    return messages
+    content = _text(row) if form == "text" else _with_system(row, _READERS[form](row))
+    texts = [content] if isinstance(content, str) else [text for message in content for text in message.values()]
+    if half := next((found[0] for text in texts if (found := _SURROGATE.search(text))), None):
+        raise DataError(f"{row.place} holds {half!r}, half of a character and no text; repair or remove the row.")
+    return content
 
 
 def recognised(row: Row) -> DataFormat:
@@ -69,12 +67,6 @@ def recognised(row: Row) -> DataFormat:
         f"{row.place} has no string under 'text' or 'content', no list under 'messages' or 'conversations' and no "
         f"'instruction' with an 'output', but the keys {list(value)}; rename them or remove the row."
     )
-
-
-def _check_characters(row: Row, texts: list[str]) -> None:
-    halves = (found[0] for text in texts if (found := _SURROGATE.search(text)))
-    if half := next(halves, None):
-        raise DataError(f"{row.place} holds {half!r}, half of a character and no text; repair or remove the row.")
 
 
 def _text(row: Row) -> str:
@@ -97,8 +89,7 @@ def _alpaca(row: Row) -> list[Message]:
                 "--data-format."
             )
     question = fields["instruction"] + (f"\n\n{fields['input']}" if (fields["input"] or "").strip() else "")
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": fields["output"]}]
-    return _with_system(row, messages)
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": fields["output"]}]
 
 
 def _sharegpt(row: Row) -> list[Message]:
@@ -111,7 +102,7 @@ def _sharegpt(row: Row) -> list[Message]:
                 "--data-format."
             )
         messages.append({"role": SPEAKERS[speaker], "content": _string(turn.get("value"), "value", place)})
-    return _with_system(row, messages)
+    return messages
 
 
 def _messages(row: Row) -> list[Message]:
@@ -127,7 +118,10 @@ def _messages(row: Row) -> list[Message]:
         if reasoning is not None:
             message["reasoning_content"] = _string(reasoning, "reasoning_content", place)
         messages.append(message)
-    return _with_system(row, messages)
+    return messages
+
+
+_READERS = {"alpaca": _alpaca, "sharegpt": _sharegpt, "messages": _messages}
 
 
 def _with_system(row: Row, messages: list[Message]) -> list[Message]:
@@ -139,7 +133,7 @@ def _with_system(row: Row, messages: list[Message]) -> list[Message]:
     return [{"role": "system", "content": system}, *messages]
 
 
-def _turns(row: Row, keys: tuple[str, ...]) -> list[tuple[str, Mapping[str, Any]]]:
+def _turns(row: Row, keys: tuple[str, ...]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     turns = next((row.value[key] for key in keys if row.value.get(key) is not None), None)
     if not isinstance(turns, list):
         found = f"the keys {list(row.value)}" if turns is None else _shown(turns)
@@ -147,11 +141,11 @@ def _turns(row: Row, keys: tuple[str, ...]) -> list[tuple[str, Mapping[str, Any]
             f"{row.place} has no list under {' or '.join(map(repr, keys))}, but {found}; correct the row or "
             "--data-format."
         )
-    places = [f"{row.place} message {number}" for number in range(1, len(turns) + 1)]
-    for place, turn in zip(places, turns, strict=True):
+    for number, turn in enumerate(turns, start=1):
+        place = f"{row.place} message {number}"
         if not isinstance(turn, Mapping):
             raise DataError(f"{place} is {_shown(turn)}, no object; correct the row.")
-    return list(zip(places, turns, strict=True))
+        yield place, turn
 
 
 def _parts_joined(content: Any) -> Any:

@@ -11,14 +11,9 @@ from typing import Any
 
 from qat_lora.config.source import SourceConfig
 from qat_lora.data.paths import HUB_PREFIX
-from qat_lora.errors import DataError
+from qat_lora.errors import DataError, first_line
 
 logger = logging.getLogger(__name__)
-
-
-def fetch(spec: str) -> None:
-    """Bring a data set to the local disk, so that others of this machine find it there."""
-    _load(spec, streaming=False)
 
 
 def hub_rows(spec: str, config: SourceConfig, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
@@ -29,7 +24,7 @@ def hub_rows(spec: str, config: SourceConfig, columns: Sequence[str]) -> Iterato
     Raises:
         DataError: no `datasets`, no such data set, none of the columns, or reading broke off.
     """
-    rows = _load(spec, streaming=config.streaming)
+    rows = load_dataset(spec, streaming=config.streaming)
     names = rows.column_names  # of a stream they may be unknown
     if names is not None:
         known = [key for key in columns if key in names]
@@ -48,12 +43,13 @@ def hub_rows(spec: str, config: SourceConfig, columns: Sequence[str]) -> Iterato
             count += 1
     except _errors() as error:
         raise DataError(
-            f"Reading {spec!r} broke off after {count} rows ({_first_line(error)}); check the network and run the "
+            f"Reading {spec!r} broke off after {count} rows ({first_line(error)}); check the network and run the "
             "command again, or use local files."
         ) from error
 
 
-def _load(spec: str, *, streaming: bool) -> Any:
+def load_dataset(spec: str, *, streaming: bool) -> Any:
+    """Open a data set; without `streaming` it is then on the local disk, where others of this machine find it."""
     name, config, split = _parts(spec)
     try:
         import datasets
@@ -67,8 +63,7 @@ def _load(spec: str, *, streaming: bool) -> Any:
         return datasets.load_dataset(name, config, split=split, streaming=streaming)
     except _errors() as error:
         raise DataError(
-            f"Cannot load {spec!r} ({_first_line(error)}); check dataset, config, split and network, or use "
-            "local files."
+            f"Cannot load {spec!r} ({first_line(error)}); check dataset, config, split and network, or use local files."
         ) from error
 
 
@@ -87,8 +82,3 @@ def _parts(spec: str) -> tuple[str, str | None, str]:
         )
     config = parts[1] if len(parts) > 1 and parts[1] else None
     return parts[0], config, parts[2] if len(parts) > 2 else "train"
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

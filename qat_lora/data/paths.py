@@ -1,15 +1,21 @@
-"""Which local files a source names, and of which kind they are.
+"""Which local files a source names, of which kind they are, and in which order their rows come.
 
-Owns the search and its errors. Does not own what is in the files: see `text` and `tokens`.
+Does not own what is in the files: see `text` and `tokens`.
 """
 
 from __future__ import annotations
 
 import glob
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
+import numpy as np
+
+from qat_lora.config.source import SourceConfig
 from qat_lora.errors import DataError
 
+T = TypeVar("T")
 HUB_PREFIX = "hf:"
 EMBEDDED = ("embedded", "embedded:")
 TEXT_SUFFIXES = (".txt", ".jsonl")
@@ -50,3 +56,24 @@ def find_files(spec: str) -> list[Path]:
 def has_tokens(spec: str) -> bool:
     """Whether a source is files of token ids; raises DataError where files that are named cannot be found."""
     return bool(spec) and is_local(spec) and find_files(spec)[0].suffix in TOKEN_SUFFIXES
+
+
+def shuffled(rows: Iterable[T], config: SourceConfig) -> Iterator[T]:
+    """Yield all rows, each drawn at random from a buffer of `shuffle_buffer` rows; in their own order where that is 0.
+
+    The order is a function of the number of rows, `shuffle_buffer` and `data_seed`. No row comes earlier than
+    `shuffle_buffer` - 1 places before its own.
+    """
+    if not config.shuffle_buffer:
+        yield from rows
+        return
+    random = np.random.RandomState(config.data_seed)  # a stream that NumPy has frozen
+    buffer: list[T] = []
+    for row in rows:
+        if len(buffer) < config.shuffle_buffer:
+            buffer.append(row)
+            continue
+        place = random.randint(config.shuffle_buffer)
+        yield buffer[place]
+        buffer[place] = row
+    yield from (buffer[place] for place in random.permutation(len(buffer)))

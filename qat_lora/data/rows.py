@@ -152,18 +152,9 @@ def _laid_out(
         if len(kept) > 1 and (there := np.flatnonzero(held_out_R == side)).size and not np.isin(kept, there).any():
             kept[-1] = there[0]  # a side that only has rows behind the last one gets the last place
     chosen = chosen[kept]
-
-    def joined(name: str) -> Array:
-        x: Array = np.concatenate([getattr(rows, name) for rows in laid])[chosen]
-        return x
-
-    return TokenRows(
-        input_ids_RT=joined("input_ids_RT"),
-        length_R=joined("length_R"),
-        starts_RT=joined("starts_RT"),
-        held_out_R=joined("held_out_R"),
-        answer_RT=joined("answer_RT"),
-    )
+    names = ("input_ids_RT", "length_R", "starts_RT", "held_out_R", "answer_RT")
+    joined: dict[str, Any] = {name: np.concatenate([getattr(rows, name) for rows in laid])[chosen] for name in names}
+    return TokenRows(**joined)
 
 
 def _rows_of(documents: Sequence[Tokens], seq_len: int, eos: int, *, held_out: bool) -> TokenRows:

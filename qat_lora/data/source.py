@@ -13,10 +13,9 @@ from typing import Any
 from qat_lora.config import Packing
 from qat_lora.config.source import SourceConfig
 from qat_lora.data.encode import Document
-from qat_lora.data.hub import fetch
-from qat_lora.data.paths import HUB_PREFIX, has_tokens
+from qat_lora.data.hub import load_dataset
+from qat_lora.data.paths import HUB_PREFIX, has_tokens, shuffled
 from qat_lora.data.rows import TokenRows, pack
-from qat_lora.data.shuffle import shuffled
 from qat_lora.data.text import read_texts
 from qat_lora.data.tokens import given_rows, token_documents
 from qat_lora.errors import ConfigError
@@ -44,7 +43,7 @@ def check_source(spec: str, config: SourceConfig) -> None:
 def fetch_source(spec: str, config: SourceConfig) -> None:
     """Bring what is on a hub to the local disk, unless it is streamed; nothing for all else."""
     if spec.startswith(HUB_PREFIX) and not config.streaming:
-        fetch(spec)
+        load_dataset(spec, streaming=False)
 
 
 def read_documents(
@@ -90,7 +89,6 @@ def read_rows(
 
 def source_words(spec: str, config: SourceConfig) -> str:
     """The source as it was given, with the settings under which its rows were read where they are not the defaults."""
-    defaults = SourceConfig()
-    names = [field.name for field in dataclasses.fields(config)]
-    changed = [f"{n}={getattr(config, n)}" for n in names if getattr(config, n) != getattr(defaults, n)]
+    fields = [(field, getattr(config, field.name)) for field in dataclasses.fields(config)]
+    changed = [f"{field.name}={value}" for field, value in fields if value != field.default]
     return f"{spec} ({', '.join(changed)})" if changed else spec

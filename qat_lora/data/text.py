@@ -1,8 +1,7 @@
 """Texts from where people keep them: files, folders, hub datasets, and the corpus in the package.
 
-Owns how texts are read, row by row. Does not own which files a source names (`paths`), hub data sets (`hub`), formats
-(`formats`), chat templates (`chat`), the order (`shuffle`), tokenisation (`blocks`), nor the embedded corpus itself
-(`corpus`).
+Owns how texts are read, row by row. Does not own which files a source names, nor the order (`paths`), formats
+(`formats`), chat templates (`chat`), tokenisation (`encode`).
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qat_lora.config.source import SourceConfig
+from qat_lora.data import corpus
 from qat_lora.data.chat import ChatRenderer, plain_text
 from qat_lora.data.formats import ROW_KEYS, Row, content_of, recognised
 from qat_lora.data.hub import hub_rows
-from qat_lora.data.paths import HUB_PREFIX, find_files, is_local
-from qat_lora.data.shuffle import shuffled
+from qat_lora.data.paths import HUB_PREFIX, find_files, is_local, shuffled
 from qat_lora.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -81,17 +80,10 @@ def _rows(spec: str, config: SourceConfig) -> Iterator[Row]:
     if spec.startswith(HUB_PREFIX):
         return (Row(f"{spec} row {n}", dict(row)) for n, row in enumerate(hub_rows(spec, config, ROW_KEYS), start=1))
     if not is_local(spec):
-        return (Row(spec, text) for text in _embedded_texts(spec))
+        if spec not in EMBEDDED:
+            raise DataError(f"The text source {spec!r} is unknown; use 'embedded:train' or 'embedded:eval'.")
+        return (Row(spec, text) for text in corpus.corpus_texts(EMBEDDED[spec]))
     return (row for path in find_files(spec) for row in _file_rows(path))
-
-
-def _embedded_texts(spec: str) -> Iterator[str]:
-    if spec not in EMBEDDED:
-        raise DataError(f"The text source {spec!r} is unknown; use 'embedded:train' or 'embedded:eval'.")
-    # At use, since it parses the standard library's sources.
-    from qat_lora.data.corpus import corpus_texts
-
-    return iter(corpus_texts(EMBEDDED[spec]))
 
 
 def _file_rows(path: Path) -> Iterator[Row]:

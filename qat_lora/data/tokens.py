@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,9 @@ from torch import Tensor
 
 from qat_lora.config.source import SourceConfig
 from qat_lora.data.encode import Array
-from qat_lora.data.paths import find_files, has_tokens
+from qat_lora.data.paths import find_files, has_tokens, shuffled
 from qat_lora.data.rows import TokenRows
-from qat_lora.data.shuffle import shuffled
-from qat_lora.errors import DataError
+from qat_lora.errors import DataError, first_line
 
 FIELDS = ("input_ids", "attention_mask", "lengths")
 # What NumPy, safetensors and torch's reader of pickles raise at bytes that make no sense to them.
@@ -49,13 +48,8 @@ class TokenFile:
     """
 
     path: Path
-    ids: Array | Sequence[Array]
+    ids: Array | list[Array]
     length_R: Array
-
-    @property
-    def width(self) -> int | None:
-        """T, or None where rows differ or the file is one long row."""
-        return self.ids.shape[1] if isinstance(self.ids, np.ndarray) else None
 
 
 @dataclass(frozen=True)
@@ -113,7 +107,7 @@ def given_rows(
     if not has_tokens(spec):
         return None
     files = [read_tokens(path) for path in find_files(spec)]
-    if any(rows.width != seq_len for rows in files):
+    if any(isinstance(rows.ids, list) or rows.ids.shape[1] != seq_len for rows in files):
         return None
     ends = np.cumsum([len(rows.length_R) for rows in files])
     order_R = np.array(list(itertools.islice(shuffled(range(ends[-1]), config), max_rows)))
@@ -170,7 +164,7 @@ def read_tokens(path: Path) -> TokenFile:
 def _loaded(path: Path) -> Any:
     try:
         if path.suffix == ".npy":
-            return _mapped(path)
+            return np.lib.format.open_memmap(path, mode="r")  # unlike np.load, it never tries pickle
         if path.suffix == ".safetensors":
             return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
@@ -180,18 +174,7 @@ def _loaded(path: Path) -> Any:
             "tensors."
         ) from error
     except _UNREADABLE as error:
-        raise DataError(f"Cannot read {path} ({_reason(error)}); save it again as tensors of token ids.") from error
-
-
-def _mapped(path: Path) -> Array:
-    with open(path, "rb") as stored:
-        if stored.read(len(np.lib.format.MAGIC_PREFIX)) != np.lib.format.MAGIC_PREFIX:  # NumPy would try pickle
-            raise DataError(f"{path} is damaged or another kind of file, it does not begin as .npy; write it anew.")
-    return np.lib.format.open_memmap(path, mode="r")
-
-
-def _reason(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+        raise DataError(f"Cannot read {path} ({first_line(error)}); save it again as tensors of token ids.") from error
 
 
 def _fields(content: Any, path: Path) -> Mapping[str, Any]:
@@ -215,7 +198,7 @@ def _table(value: Any, what: str) -> Array | list[Array]:
         rows = [_integers(row, f"{what} row {number}") for number, row in enumerate(value, start=1)]
         return np.stack(rows) if len({row.shape for row in rows}) == 1 else rows
     except (ValueError, TypeError, RuntimeError) as error:  # lists in lists, of different depth; tensors without values
-        raise DataError(f"{what} is no table of numbers ({_reason(error)}); give rows of token ids.") from error
+        raise DataError(f"{what} is no table of numbers ({first_line(error)}); give rows of token ids.") from error
 
 
 def _integers(value: Any, what: str) -> Array:

@@ -15,7 +15,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from qat_lora.errors import ModelError, OutputError
+from qat_lora.errors import ModelError, OutputError, first_line
 from qat_lora.models.families import role_of
 from qat_lora.models.forward import check_documents, check_head
 from qat_lora.models.identity import Identity
@@ -115,7 +115,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except _UNREADABLE as error:
         raise ModelError(
-            f"no tokenizer can be read in {folder} ({_first_line(error)}); add its tokenizer files."
+            f"no tokenizer can be read in {folder} ({first_line(error)}); add its tokenizer files."
         ) from None
 
 
@@ -128,7 +128,7 @@ def save_pretrained(model: PreTrainedModel, tokenizer: Any, folder: Path) -> Non
         tokenizer.save_pretrained(folder)
     except SafetensorError as error:  # how safetensors says that the disk is full
         raise OutputError(
-            f"{folder} cannot be written ({_first_line(error)}); free space or give another --output."
+            f"{folder} cannot be written ({first_line(error)}); free space or give another --output."
         ) from None
 
 
@@ -139,7 +139,7 @@ def _identity(name: str, folder: Path, tokenizer: Any, *, quantization: str = ""
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         vocab_size = config.get_text_config().vocab_size  # a composite model's own config has none
     except _UNREADABLE as error:
-        raise ModelError(f"no config.json can be read in {folder} ({_first_line(error)}); add the model's.") from None
+        raise ModelError(f"no config.json can be read in {folder} ({first_line(error)}); add the model's.") from None
     return Identity.of(name, folder, tokenizer, vocab_size=vocab_size, quantization=quantization)
 
 
@@ -153,7 +153,7 @@ def _load_model(folder: Path, dtype: torch.dtype, **words: Any) -> PreTrainedMod
         model, info = _with_some_attention(folder, dtype=dtype, **words)
     except (*_UNREADABLE, SafetensorError) as error:
         raise ModelError(
-            f"no causal LM can be read in {folder} ({_first_line(error)}); check config.json and the weights, "
+            f"no causal LM can be read in {folder} ({first_line(error)}); check config.json and the weights, "
             f"{'the free memory and --max-memory, ' if words else ''}or download the model again."
         ) from None
     layers = sorted(key for key in info["unexpected_keys"] if key.endswith(".weight") and role_of(key.split(".")[:-1]))
@@ -178,7 +178,7 @@ def _with_some_attention(folder: Path, **words: Any) -> tuple[PreTrainedModel, d
         except ValueError as error:
             if not re.search("attention implementation|attn_implementation", str(error)):
                 raise
-            refusals.append(_first_line(error))
+            refusals.append(first_line(error))
             continue
         if refusals:
             log.info("%s has no fused attention: its own is used, which takes more memory", type(model).__name__)
@@ -227,15 +227,10 @@ def _snapshot(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (LocalEntryNotFoundError, ConnectionError) as error:
         raise ModelError(
-            f"model {name!r} is not in the local hub cache and the hub cannot be reached ({_first_line(error)}); "
+            f"model {name!r} is not in the local hub cache and the hub cannot be reached ({first_line(error)}); "
             "connect to the network, or give a local directory."
         ) from None
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ModelError(
-            f"model {name!r} cannot be had from the hub ({_first_line(error)}); check the id, or log in if it is gated."
+            f"model {name!r} cannot be had from the hub ({first_line(error)}); check the id, or log in if it is gated."
         ) from None
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:160] if text else type(error).__name__

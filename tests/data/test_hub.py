@@ -11,7 +11,7 @@ import pytest
 
 from qat_lora.config.source import SourceConfig
 from qat_lora.data import check_source, fetch_source, pack, read_documents, read_texts
-from qat_lora.data.shuffle import shuffled
+from qat_lora.data.paths import shuffled
 from qat_lora.errors import ConfigError, DataError
 from tests.data.test_rows import ByteTokenizer
 
