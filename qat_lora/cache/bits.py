@@ -19,6 +19,8 @@ def pack(values_RN: Array, bits: int) -> Array:
     Value n of a row has the bits n * bits up to (n + 1) * bits of the row, the lowest first. Eight values fill `bits`
     bytes exactly, so all groups of eight are shifted into place at once.
     """
+    if bits == 1:
+        return np.packbits(values_RN, axis=1, bitorder="little")
     rows, count = values_RN.shape
     groups = -(-count // 8)
     padded = np.zeros((rows, groups * 8), np.uint64)
@@ -33,12 +35,14 @@ def pack(values_RN: Array, bits: int) -> Array:
 
 
 def unpack(packed_RP: Array, bits: int, count: int) -> Array:
-    """The `count` values of each row that `pack` was given, uint64 [R, count]."""
+    """The `count` values of each row that `pack` was given, uint8 [R, count], of more than 8 bits uint64."""
+    if bits == 1:
+        return np.unpackbits(packed_RP, axis=1, count=count, bitorder="little")
     rows, groups = len(packed_RP), -(-count // 8)
     padded_RP = np.zeros((rows, groups * bits), np.uint8)
     padded_RP[:, : packed_RP.shape[1]] = packed_RP
     bytes_RGB = padded_RP.reshape(rows, groups, bits)
-    values_RN = np.empty((rows, groups * 8), np.uint64)
+    values_RN = np.empty((rows, groups * 8), np.uint8 if bits <= 8 else np.uint64)
     mask = np.uint64((1 << bits) - 1)
     for place in range(8):
         first, shift = divmod(place * bits, 8)
@@ -59,18 +63,15 @@ def run_ends(ids: Array) -> Array:
     return np.concatenate([ids[..., 1:] != ids[..., :-1], np.ones_like(ids[..., :1], dtype=bool)], axis=-1)
 
 
-def to_runs(ids_RTN: Array, id_bits: int) -> tuple[Array, list[Array]]:
-    """The ends of runs, a bit each, uint8 [R, P]; and the token of each run, packed, for each row its own bytes."""
-    ends_RX = run_ends(ids_RTN).reshape(len(ids_RTN), -1)
-    ids_RX = ids_RTN.reshape(len(ids_RTN), -1)
-    packed = [pack(ids_X[ends_X][None], id_bits)[0] for ids_X, ends_X in zip(ids_RX, ends_RX, strict=True)]
-    return np.packbits(ends_RX, axis=1, bitorder="little"), packed
+def to_runs(ids_RTN: Array, ends_RTN: Array, id_bits: int) -> list[Array]:
+    """The token of each run, packed, for each row its own bytes; `ends_RTN` are `run_ends` of the ids."""
+    return [pack(ids_TN[ends_TN][None], id_bits)[0] for ids_TN, ends_TN in zip(ids_RTN, ends_RTN, strict=True)]
 
 
-def runs_of(runs_RP: Array, seq_len: int, samples: int) -> Array:
+def runs_of(ends: Array) -> Array:
     """Of each draw the number of its run, counted over its row: int64 [R, T * N]."""
-    ends_RX = np.unpackbits(runs_RP, axis=1, count=seq_len * samples, bitorder="little")
-    return np.cumsum(ends_RX, axis=1, dtype=np.int64) - ends_RX
+    ends_RX = ends.reshape(len(ends), -1).astype(np.int64)
+    return np.cumsum(ends_RX, axis=1) - ends_RX
 
 
 def from_runs(run_RX: Array, packed_RP: Array, id_bits: int) -> Array:

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qat_lora.cache.manifest import Array, Arrays, CacheManifest
+from qat_lora.cache.bits import Array
+from qat_lora.cache.manifest import TOKEN_FIELDS, Arrays, CacheManifest
 from qat_lora.cache.positions import document_positions
 from qat_lora.cache.reduce import check_numbers, random_numbers, stored_of
 from qat_lora.cache.write import CacheWriter
@@ -32,7 +33,9 @@ def token_arrays(rows: TokenRows, manifest: CacheManifest, chosen: slice = slice
     """The fields of rows that are known before the teacher has read them, by the names that a cache gives them."""
     names = {"input_ids": "input_ids_RT", "lengths": "length_R", "starts": "starts_RT", "held_out": "held_out_R"}
     found: dict[str, Array] = {}
-    for name, (_, dtype) in manifest.token_fields(1).items():
+    for name, (_, dtype) in manifest.fields(1).items():
+        if name not in TOKEN_FIELDS:
+            continue
         x = getattr(rows, names.get(name, "answer_RT"))
         if x is None:
             raise ValueError(f"the manifest says packing={manifest.packing!r}, but the rows lack {name}")

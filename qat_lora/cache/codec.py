@@ -1,8 +1,8 @@
 """Between the fields of a cache's rows and the tensors that a shard stores of them.
 
-Owns which encoding a field has: ids in as many bits as the vocabulary needs, log-probabilities on a grid (`gaps`),
-draws as runs (`draws`). Ids, draws and floats are exact both ways, but for draws behind the end of a row, which become
-0. What the tensors are called, and their shapes and dtypes, is `manifest`'s.
+Owns which encoding a field has: ids in as many bits as the vocabulary needs, log-probabilities on a grid (`grid`),
+draws as runs (`bits`). Ids, draws and floats are exact both ways, but for draws behind the end of a row, which become
+0. What the tensors are called, and their shapes and dtypes, is the manifest's `table`.
 
 Legend: R rows, T positions of a row, K candidates, N draws, m temperatures with ratios, P bytes.
 """
@@ -10,14 +10,15 @@ Legend: R rows, T positions of a row, K candidates, N draws, m temperatures with
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from qat_lora.cache.bits import from_runs, pack, run_ends, runs_of, to_runs, unpack
+from qat_lora.cache.bits import Array, from_runs, pack, run_ends, runs_of, to_runs, unpack
 from qat_lora.cache.grid import expected_kl, from_gaps, to_gaps
-from qat_lora.cache.manifest import GRID_BITS, Array, Arrays, CacheManifest, ends_name
+from qat_lora.cache.manifest import Arrays, CacheManifest, ends_name
 
 AS_STORED = ("levels", "largest_gap")  # what `decoded` adds to the fields
 
@@ -28,27 +29,22 @@ def encoded(manifest: CacheManifest, fields: Arrays) -> dict[str, Array]:
     Log-probabilities that come with what `decoded` had them from are stored as they were, bit for bit.
     """
     found = dict(fields)
-    for name in found.keys() & {"starts", "answer"}:
-        found[name] = pack(fields[name], 1)
-    if "held_out" in found:
-        found["held_out"] = fields["held_out"].astype(np.uint8)
-    if manifest.store == "topk":
-        found["topk_ids"] = pack(_in_rows(fields["topk_ids"]), manifest.id_bits)
-        if manifest.logprob_bits in GRID_BITS:
-            if "levels" in found:
-                levels = found.pop("levels")
-            else:
-                levels, found["largest_gap"] = to_gaps(fields["topk_logprobs"], manifest.logprob_bits)
-            found["topk_logprobs"] = pack(_in_rows(levels), manifest.logprob_bits)
+    if "levels" in found:
+        found["topk_logprobs"] = found.pop("levels")
+    elif manifest.is_on_grid:
+        found["topk_logprobs"], found["largest_gap"] = to_gaps(fields["topk_logprobs"], manifest.logprob_bits)
     if manifest.draws:
         ids_RTN = _blank_padding(fields["draw_ids"], fields["lengths"])
-        found["draw_runs"], rows = to_runs(ids_RTN, manifest.id_bits)
-        found |= _stream("draw_ids", rows)
-        if manifest.weighed:
-            ends = run_ends(ids_RTN)
-            codes_RTNm = _blank_padding(fields["draw_ratios"], fields["lengths"])
-            rows = [codes_TNm[ends_TN].ravel() for codes_TNm, ends_TN in zip(codes_RTNm, ends, strict=True)]
-            found |= _stream("draw_ratios", rows)
+        ends_RTN = found["draw_runs"] = run_ends(ids_RTN)
+        found |= _stream("draw_ids", to_runs(ids_RTN, ends_RTN, manifest.id_bits))
+    if manifest.weighed:
+        codes_RTNm = _blank_padding(fields["draw_ratios"], fields["lengths"])
+        rows = [codes_TNm[ends_TN].ravel() for codes_TNm, ends_TN in zip(codes_RTNm, ends_RTN, strict=True)]
+        found |= _stream("draw_ratios", rows)
+    for name, (_, _, stored) in manifest.table.items():
+        if stored is not None:
+            x, kind = found[name], stored[1]
+            found[name] = pack(x.reshape(len(x), -1), kind) if isinstance(kind, int) else x.astype(kind, copy=False)
     return found
 
 
@@ -57,43 +53,30 @@ def decoded(manifest: CacheManifest, tensors: Arrays) -> dict[str, Array]:
 
     Where log-probabilities lie on a grid, with their ``levels`` uint8 [R, T, K - 1] and ``largest_gap`` [R, T].
     """
-    found = {name: x for name, x in tensors.items() if name in manifest.fields(1)}
-    rows, length = found["input_ids"].shape
-    for name in found.keys() & {"starts", "answer"}:
-        found[name] = unpack(tensors[name], 1, length).astype(bool)
-    if "held_out" in found:
-        found["held_out"] = tensors["held_out"].astype(bool)
-    if manifest.store == "topk":
-        count = length * manifest.top_k
-        ids_RX = unpack(tensors["topk_ids"], manifest.id_bits, count).astype(np.int64)
-        found["topk_ids"] = ids_RX.reshape(rows, length, -1)
-        found["topk_logprobs"] = decoded_logprobs(manifest, tensors)
-        if manifest.logprob_bits in GRID_BITS:
-            found |= {"levels": decoded_levels(manifest, tensors), "largest_gap": tensors["largest_gap"]}
+    found = {name: unpacked(manifest, tensors, name) for name in manifest.table}
+    if manifest.is_on_grid:
+        found["levels"] = found["topk_logprobs"]
+        found["topk_logprobs"] = _from_grid(manifest, tensors, found["levels"])
     if manifest.draws:
-        run_RX = runs_of(tensors["draw_runs"], length, manifest.draws)
-        ids_RX = from_runs(run_RX, tensors["draw_ids"], manifest.id_bits)
-        found["draw_ids"] = ids_RX.reshape(rows, length, -1)
-        if manifest.weighed:
-            codes_RXm = tensors["draw_ratios"].reshape(rows, -1, len(manifest.weighed))
-            codes = np.take_along_axis(codes_RXm, run_RX[..., None], axis=1)
-            found["draw_ratios"] = codes.reshape(rows, length, manifest.draws, -1)
-    return found
+        run_RX = runs_of(found["draw_runs"])
+        found["draw_ids"] = from_runs(run_RX, tensors["draw_ids"], manifest.id_bits)
+    if manifest.weighed:
+        codes_RXm = tensors["draw_ratios"].reshape(len(run_RX), -1, len(manifest.weighed))
+        found["draw_ratios"] = np.take_along_axis(codes_RXm, run_RX[..., None], axis=1)
+    rows = len(tensors["lengths"])
+    for name, (shape, dtype) in manifest.fields(rows).items():
+        found[name] = found[name].reshape(shape).astype(dtype, copy=False)
+    return {name: x for name, x in found.items() if name in (*manifest.fields(rows), *AS_STORED)}
 
 
-def decoded_logprobs(manifest: CacheManifest, tensors: Arrays) -> Array:
-    """The log-probabilities [R, T, K] of candidates, from the tensors of some rows that have to do with them."""
-    bits = manifest.logprob_bits
-    if bits not in GRID_BITS:
-        return tensors["topk_logprobs"]
-    return from_gaps(decoded_levels(manifest, tensors), tensors["largest_gap"], bits, tensors["tail"][..., 0])
+def unpacked(manifest: CacheManifest, tensors: Arrays, name: str) -> Array:
+    """A stored tensor [R, ...], without packing."""
+    x, (shape, kind) = tensors[name], manifest.table[name].stored or ((), "u1")
+    return unpack(x, kind, math.prod(shape)).reshape(len(x), *shape) if isinstance(kind, int) else x
 
 
-def decoded_levels(manifest: CacheManifest, tensors: Arrays) -> Array:
-    """The levels uint8 [R, T, K - 1] of log-probabilities on a grid."""
-    stored, gaps = tensors["topk_logprobs"], manifest.top_k - 1
-    levels_RX = unpack(stored, manifest.logprob_bits, manifest.seq_len * gaps).astype(np.uint8)
-    return levels_RX.reshape(len(stored), manifest.seq_len, gaps)
+def _from_grid(manifest: CacheManifest, tensors: Arrays, levels: Array) -> Array:
+    return from_gaps(levels, tensors["largest_gap"], manifest.logprob_bits, tensors["tail"][..., 0])
 
 
 def joined(manifest: CacheManifest, pieces: Sequence[Arrays]) -> dict[str, Array]:
@@ -143,11 +126,11 @@ def sums_of(manifest: CacheManifest, tensors: Arrays, fields: Arrays) -> dict[st
             z_RTV = fields["logits"].astype(np.float64)
             logp_RTK = z_RTV - np.logaddexp.reduce(z_RTV, axis=-1, keepdims=True)
         else:
-            logp_RTK = decoded_logprobs(manifest, tensors)
-            tail_RT = fields["tail"][..., 0].astype(np.float64)
-            if manifest.logprob_bits in GRID_BITS:
-                levels, bits = decoded_levels(manifest, tensors), manifest.logprob_bits
-                kl_RT = expected_kl(levels, tensors["largest_gap"], bits, logp_RTK)
+            logp_RTK, tail_RT = tensors["topk_logprobs"], fields["tail"][..., 0].astype(np.float64)
+            if manifest.is_on_grid:
+                levels = unpacked(manifest, tensors, "topk_logprobs")
+                logp_RTK = _from_grid(manifest, tensors, levels)
+                kl_RT = expected_kl(levels, tensors["largest_gap"], manifest.logprob_bits, logp_RTK)
         entropy_RT = -(np.exp(logp_RTK) * np.maximum(logp_RTK, -1e4)).sum(-1, dtype=np.float64)  # 0 * -inf is none
         if manifest.tail_draws:
             entropy_RT += fields["tail_entropy"][..., 0]
@@ -163,11 +146,6 @@ def _side_by_side(rows: Sequence[Array]) -> Array:
     for array, row in zip(found, rows, strict=True):
         array[: len(row)] = row
     return found
-
-
-def _in_rows(x: Array) -> Array:
-    """[R, ...] -> [R, values]."""
-    return x.reshape(len(x), int(np.prod(x.shape[1:])))
 
 
 def _stream(name: str, rows: list[Array]) -> dict[str, Array]:

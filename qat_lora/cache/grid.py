@@ -9,11 +9,9 @@ Legend: R rows, T positions of a row, S = R * T, K candidates.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
 import numpy as np
 
-Array: TypeAlias = "np.ndarray[Any, Any]"
+from qat_lora.cache.bits import Array
 
 # A candidate further below the best one than this is put here: e^-30 is less than float32 sees beside 1.
 DEEPEST = 30.0

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save as to_safetensors
 
+from qat_lora.cache.bits import Array
 from qat_lora.cache.manifest import (
-    Array,
     Arrays,
     CacheManifest,
     checked_digest,

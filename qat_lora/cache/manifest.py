@@ -9,18 +9,21 @@ Legend: R rows of a shard, T positions of a row, V vocabulary, K candidates, N d
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from qat_lora.cache.bits import Array
 from qat_lora.cache.remote import Place, location, read_at_most
 from qat_lora.config import Packing, Store
+from qat_lora.config.cache import LOGPROB_BITS, STORE_OF
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from qat_lora.files import Location
 from qat_lora.kd.targets import TargetSpec
@@ -30,31 +33,13 @@ SCHEMA = "qat_lora.kd_cache/4"
 MANIFEST_NAME = "manifest.json"
 SHARD_BYTES = 64 * 2**20  # small enough to hold twice while writing, large enough that a build has few files
 MOST_SHARD_ROWS = 2**16  # a shard's header names every row
-GRID_BITS = (4, 5, 6, 7, 8)  # of a log-probability; more are a float's own
+TOKEN_FIELDS = ("input_ids", "lengths", "starts", "answer", "held_out")  # known before the teacher has read the rows
 _NO_IDENTITY = ("teacher", "source", "tokenizer_size")  # names, and what follows from the tokenizer's digest
-_MOST = {
-    "vocab_size": 2**31,
-    "seq_len": 2**24,
-    "rows": 2**40,
-    "samples": 2**16,
-    "tail_draws": 2**16,
-    "rows_per_shard": MOST_SHARD_ROWS,
-    "tokenizer_size": 2**31,
-    "sampling_seed": 2**63 - 1,
-}
+_RESTORE = "restore the file or build the cache again"
 
 Normalizer = Literal["exact", "estimated", "candidates"]
-Array: TypeAlias = "np.ndarray[Any, Any]"
 Arrays: TypeAlias = Mapping[str, Array]
 Specs: TypeAlias = dict[str, tuple[tuple[int, ...], "np.dtype[Any]"]]
-
-# What concerns one store only: which, and what stands in its place elsewhere.
-_OF_STORE = {
-    "top_k": ("topk", 0),
-    "logprob_bits": ("topk", 0),
-    "tail_draws": ("topk", 0),
-    "samples": ("sampled", 0),
-}
 
 
 @dataclass(frozen=True)
@@ -75,6 +60,28 @@ class Part:
 WHOLE = Part(1, 1)
 
 
+class Field(NamedTuple):
+    """What rows have of one thing: as it is built and read, and as a shard stores it.
+
+    Each is the shape of a row's and a dtype; integers packed in so many bits have these for a dtype. What is built but
+    not stored so is a stream (see `CacheManifest.streams`).
+    """
+
+    is_there: Any
+    built: tuple[tuple[int, ...], str] | None
+    stored: tuple[tuple[int, ...], str | int] | None
+
+
+def _within(least: int, most: int, **options: Any) -> Any:
+    """A field of the manifest whose number lies in a range, both ends in it."""
+    return dataclasses.field(metadata={"range": (least, most)}, **options)
+
+
+def _require(holds: bool, why: str) -> None:
+    if not holds:
+        raise ConfigError(f"{why}.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheManifest:
     """All that is needed to know whether a cache fits a run: its identity.
@@ -84,8 +91,6 @@ class CacheManifest:
         teacher_digest: digest of the teacher's weights, with ":8bit" or ":4bit" behind it where they were quantised.
         tokenizer_digest: digest of the tokenizer.
         vocab_size: V, the width of the teacher's logits.
-        teacher_dtype: in which the teacher computed, such as float32; empty where that is not known.
-        tokenizer_size: the tokenizer's greatest id + 1; ids from there up to V are padding. 0 where it is not known.
         seq_len: T, tokens per row.
         rows: rows of the finished cache.
         source: the text source as it was named; the digest decides.
@@ -93,28 +98,27 @@ class CacheManifest:
         eval_fraction: about which share of the documents is held out, each row tagged; 0: no row has a tag.
         bos: the ids before every document; None where that is not known: rows of ids as they were, converted caches.
         answers: whether each token has a bit that says if it belongs to an answer of a chat.
-        store: what is stored of a distribution: its K most probable tokens and the mass of the rest; N draws from it;
-            or all logits, which only tests can afford.
+        store: candidates and the mass of the rest; draws; or all logits, which only tests can afford.
         temperatures: that the cache serves; 1.0 always comes first.
-        top_k: K, candidates per token; 0 where none are stored.
-        logprob_bits: of a candidate's log-probability: 4 to 8 on a grid (see `gaps`), 16 or 32 as a float.
-        tail_draws: draws per token from what is no candidate, beside candidates; 0 where none are stored.
+        top_k: K, candidates per token. logprob_bits: of a candidate's log-probability, 4 to 8 on a grid, 16 or 32 as a
+            float. tail_draws: draws per token from what is no candidate. All 0 in other stores.
         samples: N, draws per token; 0 where none are stored.
-        proposal_temperature: at which tokens are drawn.
-        sampling_seed: of the draws.
+        proposal_temperature: at which tokens are drawn. sampling_seed: of the draws.
         rows_per_shard: rows of each shard, the last may hold fewer; 0 asks for what fits SHARD_BYTES.
         normalizer: how the log-sum-exp over the vocabulary is known: ``exact``; ``estimated`` from uniform samples;
             ``candidates``: it is that of the candidates alone (the last two of converted caches).
         packing: how documents lie in the rows; with ``documents``, where they begin is stored too.
+        tokenizer_size: the tokenizer's greatest id + 1; ids from there up to V are padding. 0 where it is not known.
+        teacher_dtype: in which the teacher computed, such as float32; empty where that is not known.
         schema: the format itself.
     """
 
     teacher: str
     teacher_digest: str
     tokenizer_digest: str
-    vocab_size: int
-    seq_len: int
-    rows: int
+    vocab_size: int = _within(1, 2**31)
+    seq_len: int = _within(1, 2**24)
+    rows: int = _within(1, 2**40)
     source: str
     source_digest: str
     eval_fraction: float = 0.0
@@ -122,64 +126,57 @@ class CacheManifest:
     answers: bool = False
     store: Store = "topk"
     temperatures: tuple[float, ...] = (1.0,)
-    top_k: int = 0
+    top_k: int = _within(0, 2**31, default=0)
     logprob_bits: int = 5
-    tail_draws: int = 0
-    samples: int = 0
+    tail_draws: int = _within(0, 2**16, default=0)
+    samples: int = _within(0, 2**16, default=0)
     proposal_temperature: float = 1.0
-    sampling_seed: int = 0
-    rows_per_shard: int = 0
+    sampling_seed: int = _within(0, 2**63 - 1, default=0)
+    rows_per_shard: int = _within(0, MOST_SHARD_ROWS, default=0)
     normalizer: Normalizer = "exact"
     packing: Packing = "stream"
-    tokenizer_size: int = 0
+    tokenizer_size: int = _within(0, 2**31, default=0)
     teacher_dtype: str = ""
     schema: str = SCHEMA
 
     def __post_init__(self) -> None:
-        """Check the sizes and fill in what follows from them."""
+        """Check the fields and fill in what follows from them."""
         for name in ("temperatures", "bos"):
             if isinstance(value := getattr(self, name), list):  # as JSON has it
-                object.__setattr__(self, name, tuple(value))
+                self._set(name, tuple(value))
         check_types(self)
-        object.__setattr__(self, "temperatures", _with_one_first(self.temperatures))
-        for name, (store, default) in _OF_STORE.items():
+        self._set("temperatures", (1.0, *dict.fromkeys(float(t) for t in self.temperatures if t != 1.0)))
+        for name, store in STORE_OF.items():
             if self.store != store:
-                object.__setattr__(self, name, default)
+                self._set(name, 0)
         if not self.draws:
-            object.__setattr__(self, "proposal_temperature", 1.0)
-            object.__setattr__(self, "sampling_seed", 0)
-        size = {"topk": ("top_k",), "sampled": ("samples",), "full": ()}[self.store]
-        for name in ("vocab_size", "seq_len", "rows", *size):
-            if (value := getattr(self, name)) < 1:
-                raise ConfigError(f"A KD cache needs a positive {name}, but {name}={value}; set it to 1 or more.")
-        for name, most in _MOST.items():
-            if not 0 <= getattr(self, name) <= most:
-                raise ConfigError(f"{name}={getattr(self, name)} is out of range; a KD cache may have {most}.")
-        if self.top_k > self.vocab_size:
-            raise ConfigError(
-                f"top_k={self.top_k} exceeds the vocabulary of {self.vocab_size} tokens of teacher "
-                f"{self.teacher!r}; set top_k to at most {self.vocab_size}."
-            )
-        if self.tail_draws and self.top_k == self.vocab_size:
-            raise ConfigError(
-                f"tail_draws={self.tail_draws} needs tokens that are no candidates, but top_k={self.top_k} is the "
-                "whole vocabulary; set tail_draws to 0 or choose a smaller top_k."
-            )
-        if self.store == "topk" and self.logprob_bits not in (*GRID_BITS, 16, 32):
-            raise ConfigError(
-                f"logprob_bits={self.logprob_bits!r} is unknown; choose {GRID_BITS[0]} to {GRID_BITS[-1]}, 16 or 32."
-            )
-        if self.proposal_temperature <= 0:
-            raise ConfigError(
-                f"proposal_temperature must be above 0, but it is {self.proposal_temperature}; use 0.8 to 1.2."
-            )
-        if any(not 0 <= i < self.vocab_size for i in self.bos or ()):
-            raise ConfigError(f"bos={self.bos} is not ids below {self.vocab_size}; give the tokenizer's own.")
-        if not 0 <= self.eval_fraction < 1:
-            raise ConfigError(f"eval_fraction must lie in [0, 1), but it is {self.eval_fraction}; use 0.05.")
-        if self.rows_per_shard < 1:
-            rows = min(max(1, SHARD_BYTES // self.bytes_per_row), MOST_SHARD_ROWS)
-            object.__setattr__(self, "rows_per_shard", rows)
+            self._set("proposal_temperature", 1.0)
+            self._set("sampling_seed", 0)
+        self._check_values()
+        if not self.rows_per_shard:
+            self._set("rows_per_shard", min(max(1, SHARD_BYTES // self.bytes_per_row), MOST_SHARD_ROWS))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_values(self) -> None:
+        of_store = {"topk": "top_k", "sampled": "samples"}.get(self.store)
+        for field in dataclasses.fields(self):
+            if "range" in field.metadata:
+                value, (least, most) = getattr(self, field.name), field.metadata["range"]
+                least = 1 if field.name == of_store else least
+                _require(least <= value <= most, f"{field.name}={value} is out of range; it may be {least} to {most}")
+        v, k, bos = self.vocab_size, self.top_k, self.bos or ()
+        _require(k <= v, f"top_k={k} exceeds the vocabulary of {v} tokens; set top_k to at most {v}")
+        why = f"tail_draws={self.tail_draws} needs tokens that are no candidates, but top_k={k} is the whole vocabulary"
+        _require(k < v or not self.tail_draws, f"{why}; set tail_draws to 0 or choose a smaller top_k")
+        is_known = self.store != "topk" or self.logprob_bits in LOGPROB_BITS
+        _require(is_known, f"logprob_bits={self.logprob_bits} is unknown; choose one of {LOGPROB_BITS}")
+        _require(min(self.temperatures) > 0, f"temperatures={list(self.temperatures)} must be above 0; use 1.0 or more")
+        proposal, held_out = self.proposal_temperature, self.eval_fraction
+        _require(proposal > 0, f"proposal_temperature={proposal} must be above 0; use 0.8 to 1.2")
+        _require(0 <= held_out < 1, f"eval_fraction={held_out} must lie in [0, 1); use 0.05")
+        _require(all(0 <= i < v for i in bos), f"bos={bos} is not ids below {v}; give the tokenizer's own")
 
     @property
     def teacher_weights(self) -> str:
@@ -252,55 +249,59 @@ class CacheManifest:
         return tuple(i for i, t in enumerate(self.temperatures) if t != self.proposal_temperature)
 
     @property
+    def is_on_grid(self) -> bool:
+        """Whether log-probabilities are stored as levels (see `grid`), and not as floats."""
+        return self.store == "topk" and self.logprob_bits < 16
+
+    @functools.cached_property
+    def table(self) -> dict[str, Field]:
+        """What a shard of this cache holds, by name."""
+        t, k, n, draws = self.seq_len, self.top_k, len(self.temperatures), self.draws
+        topk, masses, entropies = self.store == "topk", ((t, n), "f4"), ((t, n), "f2")
+        logprobs = ((t, k), "f2" if self.logprob_bits == 16 else "f4")
+        levels = ((t, k - 1), self.logprob_bits)
+        logits = ((t, self.vocab_size), "f4")
+        every = {
+            "input_ids": Field(True, ((t,), "i4"), ((t,), "i4")),
+            "lengths": Field(True, ((), "i4"), ((), "i4")),
+            "starts": Field(self.packing == "documents", ((t,), "?"), ((t,), 1)),
+            "held_out": Field(self.eval_fraction, ((), "?"), ((), "u1")),
+            "answer": Field(self.answers, ((t,), "?"), ((t,), 1)),
+            "topk_ids": Field(topk, ((t, k), "i8"), ((t, k), self.id_bits)),
+            "topk_logprobs": Field(topk, logprobs, levels if self.is_on_grid else logprobs),
+            "largest_gap": Field(self.is_on_grid, None, ((t,), "f2")),
+            "tail": Field(topk, masses, masses),
+            "draw_runs": Field(draws, None, ((t, draws), 1)),
+            "draw_ids": Field(draws, ((t, draws), "i8"), None),
+            "draw_ids_ends": Field(draws, None, ((), "i8")),
+            "draw_ratios": Field(self.weighed, ((t, draws, len(self.weighed)), "u1"), None),
+            "draw_ratios_ends": Field(self.weighed, None, ((), "i8")),
+            "entropy": Field(self.store == "sampled", entropies, entropies),
+            "tail_entropy": Field(self.tail_draws, entropies, entropies),
+            "logits": Field(self.store == "full", logits, logits),
+        }
+        return {name: field for name, field in every.items() if field.is_there}
+
+    @property
     def streams(self) -> tuple[str, ...]:
         """Tensors uint8 [bytes of all rows] of a shard; the ends of its rows are int64 [R] under `ends_name`."""
-        return () if not self.draws else ("draw_ids", "draw_ratios") if self.weighed else ("draw_ids",)
+        return tuple(name for name, field in self.table.items() if field.stored is None)
 
     def tensors(self, rows: int) -> Specs:
         """Name -> (shape, dtype) of the tensors of a shard of so many rows, but for its `streams`: encoded fields."""
-        found, t, k = self.fields(rows), self.seq_len, self.top_k
-        for name in found.keys() & {"starts", "answer"}:
-            found[name] = _packed(rows, t)
-        if "held_out" in found:
-            found["held_out"] = ((rows,), np.dtype(np.uint8))
-        if self.store == "topk":
-            found["topk_ids"] = _packed(rows, t * k * self.id_bits)
-            if self.logprob_bits in GRID_BITS:
-                found["topk_logprobs"] = _packed(rows, t * (k - 1) * self.logprob_bits)
-                found["largest_gap"] = ((rows, t), np.dtype(np.float16))
-        if self.draws:
-            found["draw_runs"] = _packed(rows, t * self.draws)
-            found |= {ends_name(name): ((rows,), np.dtype(np.int64)) for name in self.streams}
-        return {name: spec for name, spec in found.items() if name not in self.streams}
-
-    def token_fields(self, rows: int) -> Specs:
-        """Name -> (shape, dtype) of what is known of so many rows before the teacher has read them."""
-        t = self.seq_len
-        found: Specs = {"input_ids": ((rows, t), np.dtype(np.int32)), "lengths": ((rows,), np.dtype(np.int32))}
-        if self.packing == "documents":
-            found["starts"] = ((rows, t), np.dtype(np.bool_))
-        if self.eval_fraction:
-            found["held_out"] = ((rows,), np.dtype(np.bool_))
-        if self.answers:
-            found["answer"] = ((rows, t), np.dtype(np.bool_))
+        found: Specs = {}
+        for name, (_, _, stored) in self.table.items():
+            if stored is not None:
+                shape, kind = stored
+                if isinstance(kind, int):
+                    shape, kind = (-(-math.prod(shape) * kind // 8),), "u1"
+                found[name] = (rows, *shape), np.dtype(kind)
         return found
 
     def fields(self, rows: int) -> Specs:
         """Name -> (shape, dtype) of what so many rows hold, as it is built and read."""
-        t, n = self.seq_len, len(self.temperatures)
-        found = self.token_fields(rows)
-        if self.store == "topk":
-            found["topk_ids"] = ((rows, t, self.top_k), np.dtype(np.int64))
-            found["topk_logprobs"] = ((rows, t, self.top_k), np.dtype("f2" if self.logprob_bits == 16 else "f4"))
-            found["tail"] = ((rows, t, n), np.dtype(np.float32))
-        if self.draws:
-            found["draw_ids"] = ((rows, t, self.draws), np.dtype(np.int64))
-            if self.weighed:
-                found["draw_ratios"] = ((rows, t, self.draws, len(self.weighed)), np.dtype(np.uint8))
-            found["entropy" if self.store == "sampled" else "tail_entropy"] = ((rows, t, n), np.dtype(np.float16))
-        if self.store == "full":
-            found["logits"] = ((rows, t, self.vocab_size), np.dtype(np.float32))
-        return found
+        built = {name: field.built for name, field in self.table.items()}
+        return {name: ((rows, *spec[0]), np.dtype(spec[1])) for name, spec in built.items() if spec is not None}
 
     def to_json(self) -> dict[str, Any]:
         """The plain form, as it stands in manifest.json, less the digest of that file."""
@@ -314,9 +315,6 @@ class CacheManifest:
             return cls(**data)
         except (TypeError, ValueError) as error:
             raise CacheError(f"{str(path)!r} is damaged ({error}); {_RESTORE}.") from error
-
-
-_RESTORE = "restore the file or build the cache again"
 
 
 def load_manifest(directory: Location | str) -> CacheManifest:
@@ -385,14 +383,3 @@ def shard_name(index: int) -> str:
 def ends_name(stream: str) -> str:
     """The tensor beside a stream that says where each row's bytes end."""
     return f"{stream}_ends"
-
-
-def _packed(rows: int, bits_per_row: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    return (rows, -(-bits_per_row // 8)), np.dtype(np.uint8)
-
-
-def _with_one_first(temperatures: tuple[float, ...]) -> tuple[float, ...]:
-    values = tuple(float(t) for t in temperatures)
-    if any(t <= 0 for t in values):
-        raise ConfigError(f"Temperatures must be above 0, but temperatures={list(values)}; use 1.0 or more.")
-    return (1.0, *dict.fromkeys(t for t in values if t != 1.0))

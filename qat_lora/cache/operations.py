@@ -18,10 +18,11 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
+from qat_lora.cache.bits import Array
 from qat_lora.cache.build import Progress
 from qat_lora.cache.codec import AS_STORED, decoded, rows_of
 from qat_lora.cache.index import CacheIndex, Shard, check_shard, load_cache, source_digest
-from qat_lora.cache.manifest import WHOLE, Array, CacheManifest, Part, load_manifest
+from qat_lora.cache.manifest import WHOLE, CacheManifest, Part, load_manifest
 from qat_lora.cache.write import CacheWriter
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from qat_lora.cache.bits import Array
 from qat_lora.cache.codec import AS_STORED, decoded
 from qat_lora.cache.copies import DiskCache
 from qat_lora.cache.index import fractions, load_cache
-from qat_lora.cache.manifest import Array, Arrays
+from qat_lora.cache.manifest import Arrays
 from qat_lora.cache.positions import document_positions
 from qat_lora.cache.remote import RemotePath, location
 from qat_lora.cache.shards import ShardReader, fits_in_memory

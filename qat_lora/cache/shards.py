@@ -21,10 +21,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
+from qat_lora.cache.bits import Array
 from qat_lora.cache.codec import batch_of, rows_of
 from qat_lora.cache.copies import DiskCache, ShardFetcher
 from qat_lora.cache.index import REBUILD, CacheIndex, check_shard, check_size, read_header
-from qat_lora.cache.manifest import Array
 from qat_lora.cache.remote import Place, RemotePath, file_sizes
 from qat_lora.errors import CacheError
 

@@ -18,10 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
+from qat_lora.cache.bits import Array
 from qat_lora.cache.codec import AS_STORED, encoded, joined, sums_of
 from qat_lora.cache.copies import DiskCache
 from qat_lora.cache.index import INDEX_NAME, CacheIndex, Shard, check_shard, load_cache, read_header, scan, shard_file
-from qat_lora.cache.manifest import MANIFEST_NAME, WHOLE, Array, Arrays, CacheManifest, Part, sealed, shard_name
+from qat_lora.cache.manifest import MANIFEST_NAME, WHOLE, Arrays, CacheManifest, Part, sealed, shard_name
 from qat_lora.cache.remote import Place, RemotePath, check_writable, file_sizes, location
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError, DiskFull, OutputError
 from qat_lora.files import Location, sync_folder, unwritable

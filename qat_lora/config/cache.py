@@ -18,7 +18,7 @@ DeviceMap = Literal["none", "auto"]
 QuantizeTeacher = Literal["none", "8bit", "4bit"]
 LOGPROB_BITS = (4, 5, 6, 7, 8, 16, 32)
 MOST_SAMPLES = 1024  # of which 256 positions at once take half a gigabyte
-_STORE_OF = {"top_k": "topk", "logprob_bits": "topk", "tail_draws": "topk", "samples": "sampled"}
+STORE_OF = {"top_k": "topk", "logprob_bits": "topk", "tail_draws": "topk", "samples": "sampled"}
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class CacheRun(Settings):
 
     def check_store(self) -> None:
         """Raise ConfigError where something is set that is another store's."""
-        for name, store in _STORE_OF.items():
+        for name, store in STORE_OF.items():
             if store != self.store and (value := getattr(self, name)) != getattr(CacheRun, name):
                 raise ConfigError(
                     f"{name}={value} is of --store {store}, but store={self.store!r}; leave out "
