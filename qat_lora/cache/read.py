@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -37,15 +37,6 @@ logger = logging.getLogger(__name__)
 
 Split: TypeAlias = Literal["all", "train", "eval"]
 Batch: TypeAlias = dict[str, Tensor]
-
-_FIXES = {
-    "seq_len": "build a cache with that sequence length or train with the cache's",
-    "vocab_size": "use the model that the cache was built for or build one for this model",
-    "teacher_digest": "use the teacher that the cache was built from or build one from this teacher",
-    "tokenizer_digest": "use the tokenizer that the cache was built with or build one with this tokenizer",
-    "bos": "the model expects these ids before every text: build the cache again with this version",
-}
-
 
 UNTAGGED_FRACTION = 0.05  # of rows that no build has divided into training and held-out documents
 
@@ -81,7 +72,6 @@ class KDCacheDataset(Dataset[Batch]):
         shuffle_shards: int = 0,
         disk_cache_gb: float = 0.0,
     ) -> None:
-        """Open the cache and check that it is complete and that every shard has the size that was recorded."""
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank must lie in 0..{world_size - 1}, but rank={rank}; rank counts from 0.")
         if shuffle_shards < 0:
@@ -95,11 +85,8 @@ class KDCacheDataset(Dataset[Batch]):
         disk = DiskCache(disk_cache_gb) if isinstance(self.path, RemotePath) else None
         if preload is None:
             preload = fits_in_memory(self.index.size_bytes, world_size)
-            logger.info(
-                "%s is %s",
-                self.path,
-                "read into memory" if preload else "too large for memory: rows are read when needed",
-            )
+            how = "read into memory" if preload else "too large for memory: rows are read when needed"
+            logger.info("%s is %s", self.path, how)
         if disk is not None and not preload:
             self._say_what_must_fit(disk)
         self._shards = ShardReader(self.path, self.index, disk=disk, preload=preload)
@@ -153,7 +140,7 @@ class KDCacheDataset(Dataset[Batch]):
         lead = ahead // (batch_size * self.world_size) + 1
         while True:
             if isinstance(self.path, RemotePath):
-                self._expect(self.batch_rows(batch_size, position, lead))
+                self._shards.expect(self.batch_rows(batch_size, position, lead))
             yield self._read(self.batch_rows(batch_size, position))
             position += 1
 
@@ -176,7 +163,7 @@ class KDCacheDataset(Dataset[Batch]):
         step = batch_size * self.world_size
         for start in range(self.rank * batch_size, -(-len(chosen) // step) * step, step):
             if isinstance(self.path, RemotePath):
-                self._expect(chosen[start : start + batch_size + self.manifest.rows_per_shard])
+                self._shards.expect(chosen[start : start + batch_size + self.manifest.rows_per_shard])
             picked = chosen[start : start + batch_size]
             missing = batch_size - len(picked)
             batch = self._read(np.concatenate([picked, np.repeat(chosen[:1], missing)]))
@@ -202,41 +189,54 @@ class KDCacheDataset(Dataset[Batch]):
         teacher, and `teacher_digest`, of weights, is not compared. A teacher that was quantised on loading counts as
         one that was not. All else must be equal.
         """
-        wanted: dict[str, tuple[Any, Any]] = {
-            "seq_len": (seq_len, self.manifest.seq_len),
-            "tokenizer_digest": (tokenizer_digest, self.manifest.tokenizer_digest),
-            "teacher_digest": (teacher_digest, self.manifest.teacher_weights),
-            "bos": (None if self.manifest.bos is None else bos, self.manifest.bos),
-        }
-        if vocab_size not in (None, self.manifest.vocab_size):
+        manifest = self.manifest
+        if vocab_size not in (None, manifest.vocab_size):
             self._require_padding(vocab_size, tokenizer_size, tokenizer_digest)
-            del wanted["teacher_digest"]
-        for name, (value, stored) in wanted.items():
-            if value is not None and value != stored:
-                raise self._mismatch(name, value)
+            teacher_digest = None
+        table: tuple[tuple[str, Any, Any, str], ...] = (
+            ("seq_len", seq_len, manifest.seq_len, "build a cache with that sequence length or train with the cache's"),
+            (
+                "tokenizer_digest", tokenizer_digest, manifest.tokenizer_digest,
+                "use the tokenizer that the cache was built with or build one with this tokenizer",
+            ),
+            (
+                "teacher_digest", teacher_digest, manifest.teacher_weights,
+                "use the teacher that the cache was built from or build one from this teacher",
+            ),
+            (
+                "bos", None if manifest.bos is None else bos, manifest.bos,
+                "the model expects these ids before every text: build the cache again with this version",
+            ),
+        )  # fmt: skip
+        for name, wanted, stored, fix in table:
+            if wanted not in (None, stored):
+                raise self._mismatch(name, wanted, fix)
         if top_k is not None:
-            check_top_k(self.manifest.target_spec, top_k, whose=f"The KD cache {str(self.path)!r}")
-        if temperature is not None and temperature not in self.manifest.temperatures:
+            check_top_k(manifest.target_spec, top_k, whose=f"The KD cache {str(self.path)!r}")
+        if temperature not in (None, *manifest.temperatures):
             raise CacheMismatch(
-                f"The KD cache {str(self.path)!r} stores temperatures {list(self.manifest.temperatures)}, "
+                f"The KD cache {str(self.path)!r} stores temperatures {list(manifest.temperatures)}, "
                 f"but the run needs temperature={temperature}; use one of these or build a cache with it."
             )
 
     def _require_padding(self, vocab_size: int, tokenizer_size: int | None, tokenizer_digest: str | None) -> None:
         """Raise CacheMismatch unless the vocabularies differ in nothing but padding behind one tokenizer's ids."""
-        smaller = min(vocab_size, self.manifest.vocab_size)
         if tokenizer_size is None:
-            raise self._mismatch("vocab_size", vocab_size)
-        if tokenizer_digest not in (None, self.manifest.tokenizer_digest):
-            raise self._mismatch("vocab_size", vocab_size, "; their tokenizers differ, so this is more than padding")
-        if not differ_in_padding(vocab_size, self.manifest.vocab_size, tokenizer_size):
+            reason = ""
+        elif tokenizer_digest not in (None, self.manifest.tokenizer_digest):
+            reason = "; their tokenizers differ, so this is more than padding"
+        elif not differ_in_padding(vocab_size, self.manifest.vocab_size, tokenizer_size):
+            smaller = min(vocab_size, self.manifest.vocab_size)
             reason = f"; {smaller} cannot hold the tokenizer's {tokenizer_size} ids, so this is more than padding"
-            raise self._mismatch("vocab_size", vocab_size, reason)
+        else:
+            return
+        fix = "use the model that the cache was built for or build one for this model"
+        raise self._mismatch("vocab_size", vocab_size, fix, reason)
 
-    def _mismatch(self, name: str, value: Any, reason: str = "") -> CacheMismatch:
+    def _mismatch(self, name: str, wanted: Any, fix: str, reason: str = "") -> CacheMismatch:
         return CacheMismatch(
             f"The KD cache {str(self.path)!r} (teacher {self.manifest.teacher!r}) has "
-            f"{name}={getattr(self.manifest, name)!r}, but the run needs {name}={value!r}{reason}; {_FIXES[name]}."
+            f"{name}={getattr(self.manifest, name)!r}, but the run needs {name}={wanted!r}{reason}; {fix}."
         )
 
     def _order(self, epoch: int) -> Array:
@@ -257,11 +257,6 @@ class KDCacheDataset(Dataset[Batch]):
         windows = places[shards] // self.shuffle_shards
         return self._rows[np.lexsort((source.permutation(len(self._rows)), windows))]
 
-    def _expect(self, rows: Array) -> None:
-        """Tell the source which shards come next."""
-        shards, firsts = np.unique(rows // self.manifest.rows_per_shard, return_index=True)
-        self._shards.expect(shards[np.argsort(firsts)].tolist())
-
     def _say_what_must_fit(self, disk: DiskCache) -> None:
         """Warn where the order of rows would fetch shards again and again."""
         largest = max(shard.size_bytes for shard in self.index.shards)
@@ -274,15 +269,15 @@ class KDCacheDataset(Dataset[Batch]):
             )  # fmt: skip
 
     def _split_rows(self, split: Split, eval_fraction: float) -> Array:
-        rows = np.arange(self.manifest.rows)
-        if split not in ("all", "train", "eval") or not 0.0 <= eval_fraction < 1.0:
+        rows, tagged = np.arange(self.manifest.rows), self.manifest.eval_fraction
+        if split not in get_args(Split) or not 0.0 <= eval_fraction < 1.0:
             raise ConfigError(
                 "A split needs split 'all', 'train' or 'eval' and eval_fraction in [0, 1), but "
                 f"split={split!r} and eval_fraction={eval_fraction}; change these."
             )
-        if split == "all" or (split == "train" and not eval_fraction and not self.manifest.eval_fraction):
+        if split == "all" or (split == "train" and not eval_fraction and not tagged):
             return rows
-        if self.manifest.eval_fraction:
+        if tagged:
             is_eval = self.index.held_out()
         else:
             of_rows = fractions(self.index.row_keys())
@@ -297,9 +292,8 @@ class KDCacheDataset(Dataset[Batch]):
         chosen = rows[is_eval if split == "eval" else ~is_eval]
         if len(chosen) == 0:
             raise CacheError(
-                f"The {split} split of {str(self.path)!r} is empty with eval_fraction="
-                f"{self.manifest.eval_fraction or eval_fraction} of {len(rows)} rows; change eval_fraction or build a "
-                "cache with more rows."
+                f"The {split} split of {str(self.path)!r} is empty with eval_fraction={tagged or eval_fraction} of "
+                f"{len(rows)} rows; change eval_fraction or build a cache with more rows."
             )
         return chosen
 
@@ -326,19 +320,17 @@ class KDCacheDataset(Dataset[Batch]):
         """Raise CacheError at a stored number that is none: the loss would be none either."""
         for name, x in tensors.items():
             if np.issubdtype(x.dtype, np.floating) and not np.isfinite(x).all():
-                wrong = ~np.isfinite(x)
-                if name == "logits":  # -inf forbids a token
-                    wrong &= x != -np.inf
+                wrong = ~np.isfinite(x) & ((name != "logits") | (x != -np.inf))  # a logit of -inf forbids a token
                 self._refuse(rows, name, x, wrong, "the teacher's numbers are finite")
 
     def _check_ids(self, rows: Array, fields: Arrays) -> None:
         """Raise CacheError at an id out of range: a silent wrong gather on a TPU, a device-side assertion on a GPU."""
-        limits = {"input_ids": self.vocab_size, "topk_ids": self.manifest.vocab_size}
-        limits |= {"draw_ids": self.manifest.vocab_size, "lengths": self.manifest.seq_len + 1}
+        size, most = self.manifest.vocab_size, self.manifest.seq_len
+        limits = {"input_ids": self.vocab_size, "topk_ids": size, "draw_ids": size, "lengths": most + 1}
         for name in limits.keys() & fields.keys():
             x, limit = fields[name], limits[name]
             if x.min() < 0 or x.max() >= limit:
-                fact = f"rows have {limit - 1} tokens" if name == "lengths" else f"the vocabulary has {limit} tokens"
+                fact = f"rows have {most} tokens" if name == "lengths" else f"the vocabulary has {limit} tokens"
                 self._refuse(rows, name, x, (x < 0) | (x >= limit), fact)
 
     def _refuse(self, rows: Array, name: str, x: Array, wrong: Array, fact: str) -> None:

@@ -26,7 +26,7 @@ RETRY_SECONDS = (0.5, 2.0, 8.0)  # the waits after a first, second, third failur
 
 # There a file is visible once all of it is, so that nothing has to be moved into place.
 _OBJECT_STORES = ("gs", "gcs", "s3", "s3a", "hf", "abfs", "abfss", "az", "adl", "oss", "memory")
-_EXTRAS = {"gs": "gs", "gcs": "gs", "s3": "s3", "s3a": "s3"}
+_ALIASES = {"gcs": "gs", "s3a": "s3"}
 _LOG_IN = {
     "gs": "check the bucket's name, and log in with `gcloud auth application-default login`",
     "s3": "check the bucket's name, and log in with `aws configure` or by AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
@@ -49,11 +49,6 @@ class RemotePath(files.Url):
     def exists(self) -> bool:
         """Whether there is a file or folder."""
         return self._info() is not None
-
-    def is_file(self) -> bool:
-        """Whether there is a file."""
-        info = self._info()
-        return info is not None and info["type"] == "file"
 
     def sizes(self) -> dict[str, int]:
         """Name -> bytes of the files in this folder, by one listing; empty where there is no such folder."""
@@ -78,22 +73,13 @@ class RemotePath(files.Url):
         data: bytes = self._tried("read", lambda fs, path: fs.cat_file(path, start=start, end=stop))
         return data
 
-    def read_text(self, encoding: str = "utf-8") -> str:
-        """The file as text."""
-        return self.read_bytes().decode(encoding)
-
     def chunks(self) -> Iterator[bytes]:
         """Yield the file piece by piece."""
-        size = self.size()
-        for start in range(0, size, CHUNK_BYTES):
-            yield self.read_bytes(start, min(start + CHUNK_BYTES, size))
-
-    def size(self) -> int:
-        """Bytes of the file; FileNotFoundError where there is none."""
         info = self._info()
         if info is None:
             raise FileNotFoundError(self.url)
-        return int(info["size"])
+        for start in range(0, int(info["size"]), CHUNK_BYTES):
+            yield self.read_bytes(start, min(start + CHUNK_BYTES, int(info["size"])))
 
     def download(self, target: Path) -> None:
         """Copy the file to a local one."""
@@ -172,10 +158,9 @@ class RemotePath(files.Url):
         raise AssertionError
 
     def _failure(self, done: str, error: Exception) -> RemoteError:
-        scheme = {"gcs": "gs", "s3a": "s3"}.get(self.scheme, self.scheme)
+        scheme = _ALIASES.get(self.scheme, self.scheme)
         if isinstance(error, ImportError):
-            extra = _EXTRAS.get(scheme)
-            fix = f"pip install 'qat_lora[{extra}]'" if extra else "install it"
+            fix = f"pip install 'qat_lora[{scheme}]'" if scheme in ("gs", "s3") else "install it"
             return RemoteError(f"{str(self)!r} needs a package that is not there ({_line(error)}); {fix}.")
         fix = _LOG_IN.get(scheme, "check the URL and the network")
         return RemoteError(f"{str(self)!r} cannot be {done} ({_line(error)}); {fix}.")

@@ -1,7 +1,7 @@
 """Rows out of shard files, from disk as needed or from memory.
 
 Owns open files, and the check of a shard's sha256 before the first of its rows is used. Does not own row order, splits
-or tensors: it returns arrays as they are stored. Nor copies of what lies elsewhere (`fetch`).
+or tensors: it returns arrays as they are stored. Nor copies of what lies elsewhere (`copies`).
 
 Files are mapped by the safetensors library: the pages that were touched count as file pages of this process, which the
 system takes back when it needs them; no memory of its own grows.
@@ -9,11 +9,10 @@ system takes back when it needs them; no memory of its own grows.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ from qat_lora.cache.copies import DiskCache, ShardFetcher
 from qat_lora.cache.index import REBUILD, CacheIndex, check_shard, check_size, read_header
 from qat_lora.cache.remote import Place, RemotePath, file_sizes
 from qat_lora.errors import CacheError
-
-logger = logging.getLogger(__name__)
 
 OPEN_FILES = 16  # a file that is open keeps its bytes on the disk, even when the disk cache has dropped it
 SHARE_OF_MEMORY = 0.5  # of what is free, that preloaded caches may take
@@ -54,7 +51,8 @@ class ShardReader:
                 check_size(directory / shard.file, sizes.get(shard.file), shard)
         self._start()
         for number in range(index.manifest.shard_count) if preload else ():
-            self.expect(range(number, index.manifest.shard_count))
+            if self._fetcher is not None:
+                self._fetcher.expect(range(number, index.manifest.shard_count))
             self._loaded[number] = load_file(self._checked_path(number))
 
     def _start(self) -> None:
@@ -70,10 +68,11 @@ class ShardReader:
         self.__dict__.update(state)
         self._start()
 
-    def expect(self, shards: Sequence[int]) -> None:
-        """Take note of the shards whose rows are read next, in that order: those that lie elsewhere are fetched."""
+    def expect(self, rows: Array) -> None:
+        """Take note of the rows that are read next, in that order: shards that lie elsewhere are fetched."""
         if self._fetcher is not None:
-            self._fetcher.expect(shards)
+            shards, firsts = np.unique(rows // self.index.manifest.rows_per_shard, return_index=True)
+            self._fetcher.expect(shards[np.argsort(firsts)].tolist())
 
     def read(self, rows: Array) -> dict[str, Array]:
         """Return the stored arrays ``[len(rows), ...]`` of these rows; of a stream each row's bytes, filled up."""
@@ -89,10 +88,8 @@ class ShardReader:
             try:
                 pieces.append(rows_of(manifest, tensors, first, first + end - begin))
             except (ValueError, KeyError, OverflowError, MemoryError, SafetensorError, OSError) as error:
-                path = self._path(number)
-                raise CacheError(f"{str(path)!r} cannot be read ({error}); {REBUILD}.") from error
-        back = np.empty_like(order)
-        back[order] = np.arange(len(order))
+                raise _unreadable(self._path(number), error) from error
+        back = np.argsort(order)
         return {name: x[back] for name, x in batch_of(manifest, pieces).items()}
 
     def _path(self, number: int) -> Path:
@@ -123,7 +120,11 @@ class ShardReader:
             file = safe_open(path, framework="numpy")
             return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise CacheError(f"{str(path)!r} cannot be read ({error}); {REBUILD}.") from error
+            raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> CacheError:
+    return CacheError(f"{str(path)!r} cannot be read ({error}); {REBUILD}.")
 
 
 def fits_in_memory(size: int, world_size: int) -> bool:
@@ -133,15 +134,12 @@ def fits_in_memory(size: int, world_size: int) -> bool:
 
 def _free_bytes() -> float:
     """Memory that can be had without others giving way; half of it all where the system does not say."""
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError):
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return int(fields["MemAvailable"].split()[0]) * 1024.0
-    except (OSError, ValueError, KeyError):
-        pass
-    try:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
-    except (OSError, ValueError, AttributeError):
-        return 0.0
+    return 0.0
 
 
 def _ranks_here(world_size: int) -> int:
