@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from qat_lora.adapters.attach import in_activation_dtype, rename_notice_ignored
-from qat_lora.errors import CheckpointError
+from qat_lora.errors import CheckpointError, first_line
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -54,8 +54,9 @@ def load(model: nn.Module, folder: Path) -> PeftModel:
             warnings.filterwarnings("ignore", message=".*missing adapter keys.*")  # said below, as an error
             adapted = PeftModel.from_pretrained(model, str(folder))
     except (SafetensorError, ValueError, TypeError, KeyError, OSError, RuntimeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
-        raise CheckpointError(f"adapters cannot be read from {folder} ({reason}); export them again.") from None
+        raise CheckpointError(
+            f"adapters cannot be read from {folder} ({first_line(error)}); export them again."
+        ) from None
     if odd := sorted(held ^ adapter_tensors(adapted).keys()):
         raise CheckpointError(f"adapters in {folder} do not fill their own placement ({odd[0]!r}); export them again.")
     return in_activation_dtype(adapted)

@@ -1,7 +1,9 @@
-"""Our chunked attention in the place of a model's own, through transformers' registry; XLA needs it."""
+"""What transformers is told about attention: to use ours, which XLA needs, and whether rows hold several documents."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,8 +21,7 @@ def use_chunked_attention(model: nn.Module) -> None:
     """Replace a model's attention by `lean.attention`, in place.
 
     Raises ModelError where the model does not let it be replaced. Where its own attention does more than ours, the
-    first forward raises. Ours has no mask, so transformers builds none. In doing so it would look whether rows are
-    packed, a host read in every forward, which on XLA cuts the graph in the middle.
+    first forward raises. Ours has no mask, so transformers builds none.
     """
     from transformers import AttentionInterface
 
@@ -46,3 +47,22 @@ def _chunked_attention(
     window = settings.get("sliding_window")
     output = causal_attention(query, key, value, scaling=scaling, window=window, position_BT=position_BT)
     return output.transpose(1, 2), None
+
+
+@contextlib.contextmanager
+def packing_known(has_documents: bool) -> Iterator[None]:
+    """Tell transformers whether rows hold several documents: else each forward asks the device and waits for it."""
+    from transformers import masking_utils
+
+    asks = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = _document_numbers if has_documents else lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = asks
+
+
+def _document_numbers(position_ids_BT: Tensor) -> Tensor:
+    """The number [B, T] of the document that each token belongs to, from 0 in each row."""
+    begins_BT = torch.diff(position_ids_BT, prepend=position_ids_BT[:, :1] - 1, dim=-1) != 1
+    return begins_BT.cumsum(-1)

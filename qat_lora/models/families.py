@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qat_lora.errors import ModelError
-from qat_lora.models.placement import weights_present
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,6 +75,8 @@ def head_parts(model: nn.Module, dtype: torch.dtype) -> Head:
 
     What follows on the logits is the scale of Cohere and Granite and the soft cap of Gemma, as the config names them.
     """
+    from accelerate.utils import align_module_device
+
     lm = causal_lm(model)
     layer, config = lm.get_output_embeddings(), lm.config.get_text_config()
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
@@ -86,7 +87,7 @@ def head_parts(model: nn.Module, dtype: torch.dtype) -> Head:
         return softcap * torch.tanh(scaled / softcap) if softcap else scaled
 
     plain = scale == 1.0 and not softcap
-    with weights_present(layer):
+    with align_module_device(layer):  # weights that accelerate's hooks fetch only while the layer runs
         bias = getattr(layer, "bias", None)
         return Head(layer.weight.to(dtype), None if bias is None else bias.to(dtype), None if plain else transform)
 

@@ -14,33 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import ModelError
-from qat_lora.models.attention import CHUNKED, use_chunked_attention
+from qat_lora.models.attention import CHUNKED, packing_known, use_chunked_attention
 from qat_lora.models.families import Head, causal_lm, decoder, head_parts
 from qat_lora.models.lean.layers import Scan, ScannedLayers, why_unlike
 from qat_lora.models.lean.mlps import use_lean_mlps
 from qat_lora.models.lean.norms import use_lean_norms
-from qat_lora.models.packing import packing_known
 
 
-class Machine(Protocol):
-    """What a forward needs of a runtime."""
+class _Runtime(Protocol):
+    """What a forward needs of `qat_lora.runtime.base.Runtime`, whose room imports from this one."""
 
-    @property
-    def static_graph(self) -> bool:
-        """Whether whole graphs are compiled ahead."""
+    static_graph: bool
+    precision: Any
 
-    @property
-    def precision(self) -> Any:
-        """The dtypes; `compute` is that of the activations."""
+    def autocast(self) -> AbstractContextManager[Any]: ...
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The context in which products are in the compute dtype."""
-
-    def place(self, model: nn.Module) -> nn.Module:
-        """Move a model to the device."""
+    def place(self, model: nn.Module) -> nn.Module: ...
 
 
-def place(model: nn.Module, runtime: Machine) -> nn.Module:
+def place(model: nn.Module, runtime: _Runtime) -> nn.Module:
     """Put a model on the runtime's device, with the attention, norms and MLPs that are right there; in place."""
     if runtime.static_graph:
         use_chunked_attention(model)
@@ -54,13 +46,13 @@ def trunk_hidden(model: nn.Module, input_ids_BT: Tensor, position_ids_BT: Tensor
 
     Rows are causal and padded on the right, so no mask is needed. Where `position_ids_BT` (int64) begin anew within a
     row, attention does too. Transformers sees this in the positions and masks what each kind of its layers must not
-    see; our own attention does it by the positions, which are brought to it in the place of a mask.
+    see; our own attention does it by the positions, which take the place of a mask.
     """
     given: dict[str, Tensor] = {}
     if position_ids_BT is not None:
         given["position_ids"] = position_ids_BT
         if causal_lm(model).config.get_text_config()._attn_implementation == CHUNKED:
-            given["attention_mask"] = position_ids_BT[:, None, :, None]  # one of four sides is handed on as it is
+            given["attention_mask"] = position_ids_BT[:, None, :, None]  # one of four dimensions is passed unchanged
     with packing_known(position_ids_BT is not None):
         return decoder(model)(input_ids=input_ids_BT, use_cache=False, **given).last_hidden_state
 
@@ -68,7 +60,7 @@ def trunk_hidden(model: nn.Module, input_ids_BT: Tensor, position_ids_BT: Tensor
 def hidden_states(
     model: nn.Module,
     ids_BT: Tensor,
-    runtime: Machine,
+    runtime: _Runtime,
     *,
     position_ids_BT: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -86,7 +78,7 @@ def hidden_states(
 def hidden_and_head(
     model: nn.Module,
     ids_BT: Tensor,
-    runtime: Machine,
+    runtime: _Runtime,
     *,
     position_ids_BT: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -119,19 +111,19 @@ def check_head(model: nn.Module) -> None:
 
 @torch.no_grad()
 def check_documents(model: nn.Module) -> None:
-    """Raise ModelError where a document in a row of several is not to the model what it is alone in a row.
+    """Raise ModelError where a document in a row of several has other hidden states than in a row of its own.
 
-    Transformers masks by the positions in most families; those without positions, or with a memory that runs through
+    In most families transformers masks by the positions. Those without positions, or with a memory that runs through
     the row, do not know where a document begins.
     """
     first, second = (torch.arange(length, device=_input_device(model))[None] for length in (5, 6))
     ids = (first + 6, second)
     try:
         together_BTH = trunk_hidden(model, torch.cat(ids, 1), torch.cat([first, second], 1))
-        alone_BTH = torch.cat([trunk_hidden(model, document) for document in ids], 1)
-        # the same sums in another order, of digits that float32 has and a teacher loaded in less has not
-        share = 1e-4 if alone_BTH.dtype == torch.float32 else 0.05
-        is_same = bool((together_BTH - alone_BTH).abs().max() <= share * alone_BTH.abs().max())
+        apart_BTH = torch.cat([trunk_hidden(model, document) for document in ids], 1)
+        # the same sums in another order; a teacher loaded in bf16 has fewer digits than float32
+        share = 1e-4 if apart_BTH.dtype == torch.float32 else 0.05
+        is_same = bool((together_BTH - apart_BTH).abs().max() <= share * apart_BTH.abs().max())
     except TypeError:
         is_same = False  # it takes no positions
     if not is_same:
@@ -151,7 +143,7 @@ def checkpoint_layers(model: nn.Module, checkpoint: Callable[..., Tensor]) -> No
 
 
 def has_checkpointing(model: nn.Module) -> bool:
-    """Whether `checkpoint_layers` can be done."""
+    """Whether `checkpoint_layers` works for this family."""
     return bool(causal_lm(model).supports_gradient_checkpointing)
 
 
@@ -171,6 +163,6 @@ def scan_decoder(model: nn.Module, scan: Scan) -> None:
 
 
 def _input_device(model: nn.Module) -> torch.device | str:
-    """Where ids are to lie; hooks fetch them and weights that lie on the disk."""
+    """The device for ids; where weights are offloaded to disk, hooks move both."""
     parameter = next(model.parameters())
     return "cpu" if parameter.is_meta else parameter.device

@@ -30,15 +30,11 @@ class Identity:
     tokenizer_size: int
 
     @classmethod
-    def of(cls, name: str, folder: Path, tokenizer: Any, *, vocab_size: int, quantization: str = "") -> Identity:
+    def of(cls, name: str, folder: Path, tokenizer: Any, vocab_size: int, quantization: str = "") -> Identity:
         """Identify the weights in a folder; `quantization` is what loading did to them."""
         weights = weights_digest(folder) + (f":{quantization}" if quantization else "")
-        return cls(name, weights, tokenizer_digest(tokenizer), vocab_size, tokenizer_size(tokenizer))
-
-
-def tokenizer_size(tokenizer: Any) -> int:
-    """The greatest id that a tokenizer can give, plus 1."""
-    return max(tokenizer.get_vocab().values(), default=-1) + 1
+        tokenizer_size = max(tokenizer.get_vocab().values(), default=-1) + 1
+        return cls(name, weights, tokenizer_digest(tokenizer), vocab_size, tokenizer_size)
 
 
 def weights_digest(folder: Path) -> str:

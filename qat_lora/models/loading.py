@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from qat_lora.errors import ModelError, OutputError, first_line
@@ -31,7 +34,7 @@ EMBEDDED = "embedded"
 # What transformers raises at files that it cannot make sense of.
 _UNREADABLE = (
     *(OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError),
-    StrictDataclassError,
+    *(StrictDataclassError, SafetensorError),
 )
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -84,23 +87,24 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, placement: Placement 
     On the CPU in `dtype`, or as a `placement` says.
     """
     folder = resolve(name)
+    config, vocab_size, context = _config(folder)
     if placement is not None:
-        placement.check(folder)
+        placement.check(folder, config)
     tokenizer = load_tokenizer(folder)
-    identity = _identity(name, folder, tokenizer, quantization=placement.quantization if placement else "")
+    identity = Identity.of(name, folder, tokenizer, vocab_size, placement.quantization if placement else "")
     if placement is None:
         model = _load_model(folder, dtype)
         _use_plain_linears(model)
     else:
         model = placement.load(functools.partial(_load_model, folder, placement.dtype))
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return Loaded(model.eval().requires_grad_(False), tokenizer, identity, _stored_bits(folder), context)
 
 
 def identify(name: str) -> Identity:
     """Return the identity of a model without loading its weights."""
     folder = resolve(name)
-    return _identity(name, folder, load_tokenizer(folder))
+    _, vocab_size, _ = _config(folder)
+    return Identity.of(name, folder, load_tokenizer(folder), vocab_size)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -111,18 +115,12 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise ModelError(
             f"{folder} holds no tokenizer ({', '.join(_TOKENIZER_FILES)}); add the model's tokenizer files."
         )
-    try:
+    with _readable("tokenizer", folder, "add its tokenizer files"):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except _UNREADABLE as error:
-        raise ModelError(
-            f"no tokenizer can be read in {folder} ({first_line(error)}); add its tokenizer files."
-        ) from None
 
 
 def save_pretrained(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     """Write an ordinary transformers folder: config, safetensors, tokenizer."""
-    from safetensors import SafetensorError
-
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -132,30 +130,33 @@ def save_pretrained(model: PreTrainedModel, tokenizer: Any, folder: Path) -> Non
         ) from None
 
 
-def _identity(name: str, folder: Path, tokenizer: Any, *, quantization: str = "") -> Identity:
+@contextlib.contextmanager
+def _readable(what: str, folder: Path, fix: str) -> Iterator[None]:
+    """Raise ModelError where transformers can make no sense of a folder's files."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        raise ModelError(f"no {what} can be read in {folder} ({first_line(error)}); {fix}.") from None
+
+
+def _config(folder: Path) -> tuple[Any, int, int | None]:
+    """A model's config, and of its text decoder the size of the vocabulary and the context."""
     from transformers import AutoConfig
 
-    try:
+    with _readable("config.json", folder, "add the model's"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        vocab_size = config.get_text_config().vocab_size  # a composite model's own config has none
-    except _UNREADABLE as error:
-        raise ModelError(f"no config.json can be read in {folder} ({first_line(error)}); add the model's.") from None
-    return Identity.of(name, folder, tokenizer, vocab_size=vocab_size, quantization=quantization)
+        of_text = config.get_text_config()  # a composite model's own config has neither
+        return config, of_text.vocab_size, getattr(of_text, "max_position_embeddings", None)
 
 
 def _load_model(folder: Path, dtype: torch.dtype, **words: Any) -> PreTrainedModel:
     """Load the weights of a folder; `words` are a placement's for transformers."""
-    from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # a model that loads in seconds needs no bar of its own
-    try:
+    memory = "the free memory and --max-memory, " if words else ""
+    with _readable("causal LM", folder, f"check config.json and the weights, {memory}or download the model again"):
         model, info = _with_some_attention(folder, dtype=dtype, **words)
-    except (*_UNREADABLE, SafetensorError) as error:
-        raise ModelError(
-            f"no causal LM can be read in {folder} ({first_line(error)}); check config.json and the weights, "
-            f"{'the free memory and --max-memory, ' if words else ''}or download the model again."
-        ) from None
     layers = sorted(key for key in info["unexpected_keys"] if key.endswith(".weight") and role_of(key.split(".")[:-1]))
     if layers:
         log.warning("%s holds weights that its config does not use, %s among them", folder, layers[0])
@@ -169,7 +170,7 @@ def _with_some_attention(folder: Path, **words: Any) -> tuple[PreTrainedModel, d
     """Load with torch's fused attention, or with the family's own where transformers refuses the fused one."""
     from transformers import AutoModelForCausalLM
 
-    refusals = []
+    refusal = ""
     for attention in ("sdpa", "eager"):
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -178,12 +179,12 @@ def _with_some_attention(folder: Path, **words: Any) -> tuple[PreTrainedModel, d
         except ValueError as error:
             if not re.search("attention implementation|attn_implementation", str(error)):
                 raise
-            refusals.append(first_line(error))
+            refusal = first_line(error)
             continue
-        if refusals:
+        if refusal:
             log.info("%s has no fused attention: its own is used, which takes more memory", type(model).__name__)
         return model, info
-    raise ModelError(f"the model in {folder} runs with neither sdpa nor eager attention ({refusals[-1]}); use another.")
+    raise ModelError(f"the model in {folder} runs with neither sdpa nor eager attention ({refusal}); use another.")
 
 
 def _use_plain_linears(model: nn.Module) -> None:
@@ -211,8 +212,6 @@ def _computes_linear(module: nn.Linear) -> bool:
 
 def _stored_bits(folder: Path) -> int:
     """Bits of one value of the first tensor on disk, from the header of its file."""
-    from safetensors import safe_open
-
     with safe_open(sorted(folder.glob("*.safetensors"))[0], framework="pt") as stored:
         dtype = stored.get_slice(next(iter(stored.keys()))).get_dtype()  # such as F32, BF16, F8_E4M3
     return int("".join(c for c in dtype.split("_")[0] if c.isdigit()))

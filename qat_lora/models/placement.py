@@ -1,20 +1,18 @@
 """A model loaded straight to where it runs: spread over devices, offloaded, or with its weights quantised on the way.
 
-Owns what transformers' `from_pretrained` is told about it, and how a layer is read whose weights accelerate's hooks
-bring only when it runs. Does not own which runtimes can have such a model: the caller refuses the others.
+Owns what transformers' `from_pretrained` is told about it. Does not own which runtimes can have such a model: the
+caller refuses the others.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import json
 import logging
 import re
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -47,15 +45,15 @@ class Placement:
     max_memory: Mapping[int | str, int] = field(default_factory=dict)
     quantization: Quantization = ""
 
-    def check(self, folder: Path) -> None:
-        """Raise an error where the device is none for this, or the model in a folder, before it is read."""
+    def check(self, folder: Path, config: Any) -> None:
+        """Raise an error where the device, or the model of a folder by its config, does not allow this placement."""
         if absent := [place for place in self.max_memory if place not in self._free_memory()]:
             there = ", ".join(map(str, self._free_memory()))
             raise ConfigError(
                 f"max_memory names {absent[0]}, but --device {self.device.type} has {there}; bound these, or use "
                 "another --device."
             )
-        if self.quantization and _is_quantized(folder):
+        if self.quantization and getattr(config, "quantization_config", None):
             raise ModelError(
                 f"{folder} holds weights that are quantised already (its config.json has a quantization_config), so "
                 f"they cannot become {self.quantization}; drop --quantize-teacher."
@@ -67,7 +65,7 @@ class Placement:
             )
 
     def load(self, load: Callable[..., Model]) -> Model:
-        """Call `load` with the words of `from_pretrained`; what it writes for the disk goes with the model."""
+        """Call `load` with keywords for `from_pretrained`; what it writes to disk is deleted with the model."""
         scratch = tempfile.TemporaryDirectory(prefix="qat_lora-offload-")
         model = load(**self._words(scratch.name))
         weakref.finalize(model, scratch.cleanup)
@@ -77,7 +75,7 @@ class Placement:
         words: dict[str, Any] = {"device_map": {"": self.device}}
         if self.spread:
             words = {"device_map": "auto", "offload_folder": scratch}
-            # without it `auto` takes all GPUs, which were not asked for on a CPU, and with it no place that it lacks
+            # Without it `auto` would take all GPUs, also where the CPU was asked for; with it, only what is named.
             if self.max_memory or self.device.type == "cpu":
                 words["max_memory"] = self._free_memory() | dict(self.max_memory)
         if self.quantization:
@@ -89,7 +87,7 @@ class Placement:
         return words
 
     def _free_memory(self) -> dict[int | str, int]:
-        """Most of what is free at each place that may be taken: the host alone where it is the device."""
+        """Nine tenths of what is free at each place that may be taken: only the host where it is the device."""
         from accelerate.utils import get_max_memory
 
         on_host = self.device.type == "cpu"
@@ -112,29 +110,10 @@ def memory_bytes(max_memory: Sequence[str]) -> dict[int | str, int]:
     return found
 
 
-@contextlib.contextmanager
-def weights_present(layer: nn.Module) -> Iterator[None]:
-    """The context in which a layer's weights are where it computes; tensors made of them outlive it."""
-    if not hasattr(layer, "_hf_hook"):
-        yield
-        return
-    from accelerate.utils import align_module_device
-
-    with align_module_device(layer):
-        yield
-
-
 def places_of(model: nn.Module) -> str:
     """Say how many modules lie on which device."""
     found = Counter(str(place) for place in getattr(model, "hf_device_map", {}).values())
     return ", ".join(f"{count} on {place}" for place, count in found.items()) or "all on one device"
-
-
-def _is_quantized(folder: Path) -> bool:
-    try:
-        return "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # loading says more about it
-        return False
 
 
 def _bitsandbytes_devices() -> set[str]:
@@ -144,6 +123,6 @@ def _bitsandbytes_devices() -> set[str]:
         raise ModelError(
             "--quantize-teacher needs the package 'bitsandbytes'; pip install 'qat_lora[bitsandbytes]', or drop it."
         ) from None
-    # which says of every 8-bit product in every batch that it is computed in float16
+    # It warns at each 8-bit product of each batch that this is computed in float16.
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     return set(getattr(library, "supported_torch_devices", {"cuda"}))

@@ -129,11 +129,11 @@ def test_the_places_that_a_bound_does_not_name_are_free_too(monkeypatch) -> None
     gpu = dataclasses.replace(ON_CPU, device=torch.device("cuda"), spread=True, max_memory={1: 10})
     assert words_of(gpu)["max_memory"] == {0: 90, 1: 10, "cpu": 900}
     assert words_of(dataclasses.replace(ON_CPU, spread=True))["max_memory"] == {"cpu": 900}, "GPUs were not asked for"
-    gpu.check(Path())
+    gpu.check(Path(), None)
     for device, place in (("cuda", 2), ("cpu", 0)):
         wrong = dataclasses.replace(gpu, device=torch.device(device), max_memory={place: 10})
         with pytest.raises(ConfigError, match=f"max_memory names {place}, but --device {device} has "):
-            wrong.check(Path())
+            wrong.check(Path(), None)
 
 
 @pytest.mark.parametrize("word", ["20GiB", "0=20", "0=20GiB;cpu=1GiB", "tpu=1GiB", "0=-1GiB"])
