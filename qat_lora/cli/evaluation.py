@@ -82,8 +82,7 @@ def measure_rows(
     """The row of the teacher, if there is one, and the row of a model in memory, which comes last."""
     windows = windows or eval_windows(run, loaded)
     against = None if teacher is None else teacher.model
-    # before a device changes dtypes
-    size = size_of(student, stored_bits=loaded.stored_bits)
+    size = size_of(student, stored_bits=loaded.stored_bits)  # before a device changes dtypes
     teacher_size = None if teacher is None else size_of(teacher.model, stored_bits=teacher.stored_bits)
     for model in (student, against):
         if model is not None:
@@ -93,9 +92,7 @@ def measure_rows(
     row = replace(
         _row(run, teacher),
         step=step,
-        bits_per_weight=size.bits_per_weight,
-        adapter_bits=size.adapter_bits,
-        size_bytes=size.size_bytes,
+        **vars(size),
         perplexity=scores.perplexity,
         kl=scores.kl,
         top1=scores.top1,
@@ -111,9 +108,7 @@ def measure_rows(
             checkpoint="",
             adapter="",
             step=None,
-            bits_per_weight=teacher_size.bits_per_weight,
-            adapter_bits=0.0,
-            size_bytes=teacher_size.size_bytes,
+            **vars(teacher_size),
             perplexity=scores.teacher_perplexity,
             kl=0.0,
             top1=1.0,

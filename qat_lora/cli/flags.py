@@ -8,6 +8,7 @@ flags, ``--set``.
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -18,21 +19,12 @@ from qat_lora.errors import ConfigError, did_you_mean
 from qat_lora.files import Location
 from qat_lora.settings import leaves, load_settings, override, override_text
 
-# What knows how to share its work with other ranks.
-COMMANDS_OF_RANKS = ("cache", "qat", "recover")
-
-# Flags of one launch, not of the run: they are no part of its config.
-_LAUNCH_FLAGS = {
-    "resume": "continue from last.pt in --output; starts at the beginning where there is none",
-    "from_scratch": "start anew, even where --output holds a run",
-}
-
 # The settings that --help shows, whichever command has them; --help-all shows the others too.
 _COMMON = {
     *("preset", "model", "teacher", "checkpoint", "adapter_dir", "cache_dir", "data", "chat_template", "output"),
     *("seq_len", "packing", "store", "top_k", "max_rows", "max_steps", "batch_size", "accumulation_steps", "lr"),
     *("eval_every", "recovery_r", "build_batch_size", "eval_batch_size", "stride", "stage", "format", "device"),
-    *("parts", "rows", "tail"),
+    *("parts", "rows"),
 }
 _WITHOUT = {"recover": {"scale_lr_ratio"}}  # what would have no effect there
 
@@ -51,12 +43,15 @@ _SYNONYMS = {
 }
 
 
+_FORMATTER = functools.partial(argparse.HelpFormatter, max_help_position=32)
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one sentence, and whose help is short and shows the values that hold."""
 
     def __init__(self, **settings: Any) -> None:
         """No help of argparse's own: `--help` shows the flags that most runs need, `--help-all` every one."""
-        super().__init__(**settings, add_help=False, formatter_class=_Formatter)
+        super().__init__(**settings, add_help=False, formatter_class=_FORMATTER)
         self.run_class: type | None = None
         self.rare: list[argparse.Action] = []
         self._given: list[str] = []
@@ -86,7 +81,7 @@ class Parser(argparse.ArgumentParser):
             if action in self.rare and not every_flag:
                 action.help = argparse.SUPPRESS
             elif "." in action.dest or action.dest in vars(held or object):
-                value = _shown(held, action.dest) if held is not None and isinstance(action.const, type(None)) else ""
+                value = _shown(held, action.dest) if held is not None and action.const is None else ""
                 action.help = f"{text} [{value}]".replace("%", "%%") if value else text
         if self.rare and not every_flag:
             self.epilog = f"{len(self.rare)} more flags: --help-all"
@@ -103,11 +98,6 @@ class Parser(argparse.ArgumentParser):
         except ConfigError:  # half a command line
             return self.run_class()
         return run_from(args, self.run_class)
-
-
-class _Formatter(argparse.HelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=32)
 
 
 class _Help(argparse.Action):
@@ -154,12 +144,14 @@ def add_flags(parser: Parser, run_class: type[AnyRun | AnyCacheRun]) -> None:
     if (name := "execution.gradient_checkpointing") in found:
         text = "short for --gradient-checkpointing off"
         add("execution", "--no-gradient-checkpointing", dest=name, action="store_const", const="off", help=text)
-    if run_class.command in COMMANDS_OF_RANKS:
+    if run_class.command in ("cache", "qat", "recover"):  # what ranks can share
         text = "TPU chips to use, a process for each; 0: as many as TPU_NUM_DEVICES says, or all of the host"
         add("place", "--num-chips", metavar="N", type=int, default=None, help=f"{text} [one, in this process]")
     if "loop.max_steps" in found:
-        for name, text in _LAUNCH_FLAGS.items():
-            add("run", f"--{name.replace('_', '-')}", dest=name, action="store_true", help=text, common=True)
+        text = "continue from last.pt in --output; starts at the beginning where there is none"
+        add("run", "--resume", action="store_true", help=text, common=True)
+        text = "start anew, even where --output holds a run"
+        add("run", "--from-scratch", action="store_true", help=text, common=True)
     add("run", "--set", metavar="KEY=VALUE", action="append", default=[], common=True,
         help="any setting by its dotted path; may be repeated")  # fmt: skip
 
@@ -170,7 +162,8 @@ def run_from(args: argparse.Namespace, run_class: type) -> AnyRun | AnyCacheRun:
     files = [Path(name) for name in args.config if run_class is not QatRun or not _is_preset(name)]
     if run_class is QatRun:
         chosen = _preset_given(given)
-        run = presets.qat_run(chosen or _preset_of(files, run))
+        # without a flag it is the files' own: it must be known before anything else is laid over it
+        run = presets.qat_run(chosen or functools.reduce(load_settings, files, run).preset)
     for path in files:
         run = load_settings(run, path)
         if chosen and run.preset != chosen:
@@ -195,19 +188,12 @@ def _is_preset(name: str) -> bool:
     return name in presets.SCHEMES or (Path(name).suffix == "" and "/" not in name and not Path(name).exists())
 
 
-def _preset_of(files: Sequence[Path], run: QatRun) -> str:
-    """The preset that a file names: it must be known before anything else is laid over it."""
-    for path in files:
-        run = load_settings(run, path)
-    return run.preset
-
-
 def _preset_given(given: dict[str, Any]) -> str:
     """The preset named by --set, by its flag or by --config; empty where none does."""
-    pairs = [[part.strip() for part in assignment.split("=", 1)] for assignment in given["set"]]
-    by_set = [pair[1] for pair in pairs if pair[0] == "preset" and len(pair) > 1]
-    named = [*filter(_is_preset, given["config"]), *([given["preset"]] if given["preset"] else []), *by_set]
-    return str(named[-1]) if named else ""
+    pairs = [assignment.partition("=") for assignment in given["set"]]
+    by_set = [value.strip() for key, _, value in pairs if key.strip() == "preset"]
+    named = [*filter(_is_preset, given["config"]), given["preset"], *by_set]
+    return next(filter(None, reversed(named)), "")
 
 
 def _shown(config: Any, path: str) -> str:

@@ -121,7 +121,7 @@ class MergeRun(Settings):
 
     command: ClassVar[str] = "cache merge"
 
-    output: Path = setting(Path("caches/merged"), "folder of the merged cache; a half-written one is gone on with")
+    output: Path = setting(Path("caches/merged"), "folder of the merged cache; a half-written one is continued")
     rows_per_shard: int = setting(0, "rows per shard file; 0: as in the first folder")
 
 
@@ -149,7 +149,7 @@ class ConvertRun(Settings):
 
     command: ClassVar[str] = "cache convert"
 
-    output: Path = setting(Path("caches/converted"), "folder of the new cache; a half-written one is gone on with")
+    output: Path = setting(Path("caches/converted"), "folder of the new cache; a half-written one is continued")
     top_k: int = setting(0, "teacher candidates per position, at most as many as are there; 0 keeps all")
     temperatures: tuple[float, ...] = setting((), "temperatures to serve, of those that are there; none: all of them")
     logprob_bits: int = setting(0, "of a candidate's log-probability, no more than there are; 0: as they are")
