@@ -1,4 +1,4 @@
-"""What must hold before the first step of a run, in one table.
+"""What must hold before the first step of a run, in one list.
 
 On a TPU a bad shape costs minutes of compilation, so that whatever can be wrong (config x cache x model x device) is
 found here. A requirement raises a QatLoraError where it is not met.
@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +40,17 @@ FREE_ON_RESUME = frozenset((*_PLACES, *_HOW_IT_RUNS, *_HOW_LONG_AND_WHAT_IT_REPO
 
 
 def check(opening: Opening) -> None:
-    """Go through the table, from what costs nothing to what takes a model."""
-    for requirement in REQUIREMENTS:
-        requirement(opening)
+    """Go through all requirements, from what costs nothing to what takes a model."""
+    a_student_is_named(opening)
+    no_run_is_lost(opening)
+    the_output_is_a_folder_of_its_own(opening)
+    the_start_can_be_read(opening)
+    the_cache_has_what_the_loss_needs(opening)
+    the_model_is_the_caches(opening)
+    the_model_reads_the_caches_rows(opening)
+    the_start_is_a_student_of_this_model(opening)
+    a_resumed_run_is_the_same_run(opening)
+    the_output_can_be_written(opening)
 
 
 def a_student_is_named(opening: Opening) -> None:
@@ -171,20 +178,6 @@ def the_output_can_be_written(opening: Opening) -> None:
     """By rank 0, who alone writes."""
     if opening.runtime.rank == 0:
         check_writable(opening.run.output)
-
-
-REQUIREMENTS: tuple[Callable[[Opening], None], ...] = (
-    a_student_is_named,
-    no_run_is_lost,
-    the_output_is_a_folder_of_its_own,
-    the_start_can_be_read,
-    the_cache_has_what_the_loss_needs,
-    the_model_is_the_caches,
-    the_model_reads_the_caches_rows,
-    the_start_is_a_student_of_this_model,
-    a_resumed_run_is_the_same_run,
-    the_output_can_be_written,
-)
 
 
 def another_run(run: QatRun | RecoveryRun) -> str:

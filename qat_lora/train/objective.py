@@ -10,8 +10,8 @@ the first forward; each chunk of the head can then be weighed, and its gradient 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from qat_lora import models
 from qat_lora.config import KDConfig
 from qat_lora.errors import ConfigError
 from qat_lora.kd import (
-    SparseTarget,
     TargetSpec,
     chunked_head_loss,
     counted_masks,
@@ -28,13 +27,12 @@ from qat_lora.kd import (
     hard_top1,
     next_token_ce,
     next_tokens,
-    sparse_kl,
     targets,
 )
 from qat_lora.runtime import Runtime
 
 Batch = dict[str, Tensor]
-ChunkLoss = Callable[..., Tensor]
+PLAIN = KDConfig()  # KL at T = 1 on all positions, which is what holds a model near its start
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,8 @@ class KDObjective:
 
     def counts(self, batches: list[Batch], *, position: int) -> Counts:
         """Global counts of one optimizer step whose first micro-batch is `position`, without a host read."""
-        positions, labels = (torch.stack([self._masks(b)[kind].sum() for b in batches]).sum() for kind in (0, 1))
+        masks = [counted_masks(b, answers_only=self.kd.loss_on == "answers") for b in batches]
+        positions, labels = (torch.stack([mask.sum() for mask in kind]).sum() for kind in zip(*masks, strict=True))
         anchors = torch.zeros_like(positions)
         if self.anchor is not None:
             parts = [self._anchor_rows(b, position + i) for i, b in enumerate(batches)]
@@ -103,10 +102,11 @@ class KDObjective:
 
     def losses(self, model: nn.Module, batch: Batch, counts: Counts, *, step: int, position: int) -> Iterator[Term]:
         """Yield the scalars to run backward on, one after the other, so that only one graph is alive at a time."""
-        yield Term(self._kd_loss(model, batch, counts, step), anchor=False)
+        yield Term(self._loss(model, batch, self.kd, self.spec, counts, step), anchor=False)
         if self.anchor is not None:
-            part = self._anchor_rows(batch, position)
-            yield Term(self.kd.anchor_kl_weight * self._anchor_loss(model, part, counts), anchor=True)
+            part, of_anchors = self._anchor_rows(batch, position), replace(counts, positions=counts.anchors)
+            kl = self._loss(model, part, PLAIN, self.anchor.spec, of_anchors, step)
+            yield Term(self.kd.anchor_kl_weight * kl, anchor=True)
 
     def hard_weight_at(self, step: int) -> float:
         """Weight of the hard top-1 term, annealed to 0 over the run where that is asked for."""
@@ -114,18 +114,19 @@ class KDObjective:
         factor = {"none": 1.0, "linear": 1.0 - share, "cosine": 0.5 * (1.0 + math.cos(math.pi * share))}
         return self.kd.hard_weight * factor[self.kd.hard_anneal]
 
-    def _masks(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        return counted_masks(batch, answers_only=self.kd.loss_on == "answers")
+    def _anchor_rows(self, batch: Batch, position: int) -> Batch:
+        assert self.anchor is not None
+        return self.anchor.rows(position, batch["input_ids"].shape[0], self.runtime)
 
-    def _kd_loss(self, model: nn.Module, batch: Batch, counts: Counts, step: int) -> Tensor:
-        kd, alpha = self.kd, self.kd.ce_alpha
-        hard_weight = self.runtime.scalar(self.hard_weight_at(step))
-        target = targets(batch, kd.temperature, self.spec, top_k=kd.top_k or None)
-        mask_S, label_mask_S = (mask.flatten() for mask in self._masks(batch))
+    def _loss(
+        self, model: nn.Module, batch: Batch, kd: KDConfig, spec: TargetSpec, counts: Counts, step: int
+    ) -> Tensor:
+        """The loss that `kd` says of a batch whose fields `spec` describes, this micro-batch's share of the step's."""
+        target = targets(batch, kd.temperature, spec, top_k=kd.top_k or None)
+        mask_S, label_mask_S = (mask.flatten() for mask in counted_masks(batch, answers_only=kd.loss_on == "answers"))
         labels_S = next_tokens(batch["input_ids"]).flatten()
-
-        kind = type(target)
-        candidates = self.spec.top_k if self.spec.tail_draws else None  # draws of the tail come after them
+        kind, alpha = type(target), kd.ce_alpha
+        candidates = spec.top_k if spec.tail_draws else None  # draws of the tail come after them
 
         def chunk_loss(logits_CV: Tensor, *given: Tensor, picked: Tensor | None = None) -> Tensor:
             *of_teacher, mask_C, labels_C, label_mask_C, hard_weight, positions, labels = given
@@ -146,46 +147,17 @@ class KDObjective:
                 loss = (1.0 - alpha) * loss + alpha * ce / labels
             return loss
 
-        rows = (*target, mask_S, labels_S, label_mask_S)
-        constants = (hard_weight, counts.positions, counts.labels)
         picked_ids_SJ = torch.cat([target[0], labels_S[:, None]], dim=1) if alpha else target[0]
-        return self._through_head(model, batch, chunk_loss, rows, constants, picked_ids_SJ)
-
-    def _anchor_loss(self, model: nn.Module, part: Batch, counts: Counts) -> Tensor:
-        assert self.anchor is not None
-        target = targets(part, 1.0, self.anchor.spec)
-
-        def chunk_loss(logits_CV: Tensor, *given: Tensor, picked: Tensor | None = None) -> Tensor:
-            *of_start, mask_C, anchors = given
-            return (
-                sparse_kl(logits_CV, SparseTarget(*of_start), mask_C, temperature=1.0, picked_SK=picked).total / anchors
-            )
-
-        rows = (*target, counted_masks(part)[0].flatten())
-        return self._through_head(model, part, chunk_loss, rows, (counts.anchors,), target[0])
-
-    def _anchor_rows(self, batch: Batch, position: int) -> Batch:
-        assert self.anchor is not None
-        return self.anchor.rows(position, batch["input_ids"].shape[0], self.runtime)
-
-    def _through_head(
-        self,
-        model: nn.Module,
-        batch: Batch,
-        chunk_loss: ChunkLoss,
-        rows: tuple[Tensor, ...],
-        constants: tuple[Tensor, ...],
-        picked_ids_SJ: Tensor,
-    ) -> Tensor:
-        positions_BT = batch.get("position_ids")
-        hidden_SH, head = models.hidden_and_head(model, batch["input_ids"], self.runtime, position_ids_BT=positions_BT)
+        hidden_SH, head = models.hidden_and_head(
+            model, batch["input_ids"], self.runtime, position_ids_BT=batch.get("position_ids")
+        )
         return chunked_head_loss(
             hidden_SH,
             head,
             chunk_loss,
-            rows,
+            (*target, mask_S, labels_S, label_mask_S),
             chunk_tokens=self.kd.chunk_tokens,
-            constants=constants,
+            constants=(self.runtime.scalar(self.hard_weight_at(step)), counts.positions, counts.labels),
             picked_ids_SJ=picked_ids_SJ if self.runtime.static_graph and self.spec.store != "full" else None,
             loop=self.runtime.loop,
         )
