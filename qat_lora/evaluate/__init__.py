@@ -4,12 +4,11 @@ from qat_lora.evaluate.cached import cached_kl
 from qat_lora.evaluate.fidelity import Fidelity, measure
 from qat_lora.evaluate.size import Size, size_of
 from qat_lora.evaluate.table import fidelity_table, read_fidelity, write_fidelity
-from qat_lora.evaluate.windows import Stream, Windows, stream_windows, text_windows, whole_windows
+from qat_lora.evaluate.windows import Windows, stream_windows, text_windows, whole_windows
 
 __all__ = [
     "Fidelity",
     "Size",
-    "Stream",
     "Windows",
     "cached_kl",
     "fidelity_table",

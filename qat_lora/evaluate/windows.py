@@ -38,44 +38,6 @@ class Windows:
     counted_RT: Tensor
 
 
-@dataclass(frozen=True)
-class Stream:
-    """Documents one behind the other.
-
-    Attributes:
-        ids_L: int64.
-        starts_L: bool, the first token of each document that begins with `bos`.
-        bos: ids that the model expects before a text; often none.
-    """
-
-    ids_L: Tensor
-    starts_L: Tensor
-    bos: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, documents: Iterable[list[int]], bos: tuple[int, ...], *, tokens: int | None = None) -> Stream:
-        """Join documents, and read no more of them than hold so many tokens."""
-        ids: list[int] = []
-        starts: list[int] = []
-        for document in documents:
-            if bos and tuple(document[: len(bos)]) == bos:
-                starts.append(len(ids))
-            ids += document
-            if tokens is not None and len(ids) >= tokens:
-                break
-        starts_L = torch.zeros(len(ids), dtype=torch.bool)
-        starts_L[starts] = True
-        return cls(torch.tensor(ids[:tokens]), starts_L[:tokens], bos)
-
-    @property
-    def is_bos_L(self) -> Tensor:
-        """The tokens of the documents' own bos."""
-        found_L = torch.zeros_like(self.starts_L)
-        for place in range(len(self.bos)):
-            found_L[place:] |= self.starts_L[: len(found_L) - place]
-        return found_L
-
-
 def text_windows(
     spec: str,
     config: SourceConfig,
@@ -92,19 +54,19 @@ def text_windows(
     rows = given_rows(spec, config, row_length, fill_id=eos, vocab_size=vocab_size, max_rows=most_rows)
     if rows is not None and not stride:
         return whole_windows(torch.from_numpy(rows.input_ids_RT), torch.from_numpy(rows.length_R))
-    most = None if max_rows is None else row_length + (max_rows - 1) * (stride or row_length)
     documents: Iterable[list[int]]
     if rows is not None:
         documents = (ids_T[:n].tolist() for ids_T, n in zip(rows.input_ids_RT, rows.length_R, strict=True))
     else:
         eos = eos_of(tokenizer)
+        most = None if max_rows is None else row_length + (max_rows - 1) * (stride or row_length)
         read = read_documents(spec, config, tokenizer, vocab_size=vocab_size)
         found = encoded(read, tokenizer, vocab_size=vocab_size, most_tokens=most)
         documents = ([*bos, *tokens.ids_N.tolist(), eos] for tokens in found)
-    stream = Stream.of(documents, bos, tokens=most)
-    if not len(stream.ids_L):
+    windows = stream_windows(documents, bos, row_length, stride, max_rows)
+    if not len(windows.input_ids_RT):
         raise DataError(f"The tokenizer {type(tokenizer).__name__} gives no tokens for {spec!r}; check its files.")
-    return stream_windows(stream, row_length, stride, max_rows)
+    return windows
 
 
 def whole_windows(input_ids_RT: Tensor, lengths_R: Tensor) -> Windows:
@@ -113,25 +75,37 @@ def whole_windows(input_ids_RT: Tensor, lengths_R: Tensor) -> Windows:
     return Windows(input_ids_RT.long(), positions_T[None] + 1 < lengths_R[:, None])
 
 
-def stream_windows(stream: Stream, row_length: int, stride: int = 0, max_rows: int | None = None) -> Windows:
-    """Windows of `row_length` tokens over a stream: every `stride` tokens, or whole where it is 0."""
-    total, bos = len(stream.ids_L), torch.tensor(stream.bos, dtype=torch.long)
+def stream_windows(
+    documents: Iterable[list[int]], bos: tuple[int, ...], row_length: int, stride: int = 0, max_rows: int | None = None
+) -> Windows:
+    """Windows of `row_length` tokens over joined documents: every `stride` tokens, or whole where it is 0.
+
+    `bos` are the ids that the model expects before a text, often none. No more documents are read than are needed.
+    """
     if row_length < len(bos) + 2:
         raise ConfigError(f"seq_len={row_length} leaves no prediction behind {len(bos)} ids of bos; use a larger one.")
-    predictable_L = ~stream.is_bos_L
-    rows: list[Tensor] = []
-    counted: list[Tensor] = []
+    ids: list[int] = []
+    predictable: list[bool] = []  # all but a bos
+    starts: set[int] = set()  # of the documents that begin with bos
+    rows: list[list[int]] = []
+    counted: list[list[bool]] = []
     begin = end = 0
-    while end < total and len(rows) != max_rows:
-        front = 0 if stream.starts_L[begin] else len(bos)
-        predicted, end = end, min(begin + row_length - front, total)
-        row, mask = torch.zeros(row_length, dtype=torch.long), torch.zeros(row_length, dtype=torch.bool)
-        row[:front] = bos[:front]
-        row[front : front + end - begin] = stream.ids_L[begin:end]
+    coming = iter(documents)
+    while len(rows) != max_rows:
+        while len(ids) < begin + row_length and (document := next(coming, None)) is not None:
+            own = len(bos) if tuple(document[: len(bos)]) == bos else 0
+            if own:
+                starts.add(len(ids))
+            ids += document
+            predictable += [False] * own + [True] * (len(document) - own)
+        if end == len(ids):
+            break
+        front = 0 if begin in starts else len(bos)
+        predicted, end = end, min(begin + row_length - front, len(ids))
         first = max(predicted, begin + 1)  # nothing in the window predicts its first token
-        mask[front + first - begin - 1 : front + end - begin - 1] = predictable_L[first:end]
+        row, mask = [*bos[:front], *ids[begin:end]], [False] * (front + first - begin - 1) + predictable[first:end]
+        rows.append(row + [0] * (row_length - len(row)))
+        counted.append(mask + [False] * (row_length - len(mask)))
         # what an extra bos makes smaller may not leave a token that no window predicts
         begin = begin + min(stride, row_length - front - 1) if stride else end
-        rows.append(row)
-        counted.append(mask)
-    return Windows(torch.stack(rows), torch.stack(counted))
+    return Windows(torch.tensor(rows).view(-1, row_length).long(), torch.tensor(counted).view(-1, row_length).bool())

@@ -14,7 +14,7 @@ from qat_lora.data import bos_of, pack, read_rows
 from qat_lora.data.chat import ChatText
 from qat_lora.data.split import SECTION_ROWS
 from qat_lora.errors import DataError
-from qat_lora.evaluate import Stream, stream_windows, text_windows
+from qat_lora.evaluate import stream_windows, text_windows
 from tests.data.test_rows import EOS, ByteTokenizer
 
 PACKINGS = ["stream", "documents", "pad"]
@@ -193,13 +193,13 @@ def test_every_window_begins_with_bos_and_none_is_predicted(tmp_path, row_length
 
 def test_windows_by_hand():
     documents = [[1, 4, 5, 6, 7, 8, 0], [1, 9, 0]]
-    whole = stream_windows(Stream.of(documents, (1,)), 4)
+    whole = stream_windows(documents, (1,), 4)
     assert whole.input_ids_RT.tolist() == [[1, 4, 5, 6], [1, 7, 8, 0], [1, 9, 0, 0]]
     assert whole.counted_RT.int().tolist() == [[1, 1, 1, 0], [0, 1, 1, 0], [1, 1, 0, 0]]
-    strided = stream_windows(Stream.of(documents, (1,)), 4, 2)
+    strided = stream_windows(documents, (1,), 4, 2)
     assert strided.input_ids_RT.tolist() == [[1, 4, 5, 6], [1, 5, 6, 7], [1, 7, 8, 0], [1, 0, 1, 9], [1, 9, 0, 0]]
     assert strided.counted_RT.int().tolist() == [[1, 1, 1, 0], [0, 0, 1, 0], [0, 1, 1, 0], [0, 0, 1, 0], [0, 1, 0, 0]]
-    plain = stream_windows(Stream.of(documents, ()), 4)
+    plain = stream_windows(documents, (), 4)
     assert plain.input_ids_RT.tolist() == [[1, 4, 5, 6], [7, 8, 0, 1], [9, 0, 0, 0]]
     assert plain.counted_RT.int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 0], [1, 0, 0, 0]]
 

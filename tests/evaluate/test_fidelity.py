@@ -18,7 +18,6 @@ from qat_lora.cache import KDCacheDataset
 from qat_lora.errors import DataError
 from qat_lora.evaluate import (
     Fidelity,
-    Stream,
     cached_kl,
     fidelity_table,
     measure,
@@ -113,15 +112,11 @@ def test_measuring_leaves_the_model_in_the_mode_it_was_in(teacher_dir, runtime) 
     assert model.training
 
 
-def stream_of(ids_L, bos=()):
-    return Stream.of([ids_L.tolist()], bos)
-
-
 @pytest.mark.parametrize("length", [2, 5, 8, 9, 21, 40])
 @pytest.mark.parametrize("stride", [1, 3, 7])
 def test_strided_windows_predict_every_token_once_with_the_most_context(length: int, stride: int) -> None:
     row_length, stream = 8, torch.arange(100, 100 + length)
-    windows = stream_windows(stream_of(stream), row_length, stride)
+    windows = stream_windows([stream.tolist()], (), row_length, stride)
     predicted = []
     for number, (ids, counted) in enumerate(zip(windows.input_ids_RT, windows.counted_RT, strict=True)):
         for t in counted.nonzero()[:, 0].tolist():
@@ -132,7 +127,7 @@ def test_strided_windows_predict_every_token_once_with_the_most_context(length: 
 
 def test_stride_of_a_whole_window_loses_only_what_whole_windows_cannot_see() -> None:
     stream = torch.arange(32)
-    strided = stream_windows(stream_of(stream), 8, 4)
+    strided = stream_windows([stream.tolist()], (), 8, 4)
     whole = whole_windows(stream.view(4, 8), torch.full((4,), 8))
     assert int(strided.counted_RT.sum()) == 31
     assert int(whole.counted_RT.sum()) == 28
