@@ -12,7 +12,9 @@ import io
 import json
 import os
 import re
+import socket
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeAlias
@@ -96,12 +98,14 @@ def disk_home() -> Path:
         raise ConfigError(f"this user has no home folder for copies of shards; name a folder by {HOME}.") from None
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, replace: bool = True) -> bool:
     """Call `write` with a temporary file beside `path`, flush it to disk, then rename it into place.
 
-    Raises OutputError where the folder cannot be written, DiskFull where it is full; nothing half-written stays.
+    Without `replace` a file that is there stays, and False is returned; so too where somebody has removed the temporary
+    file, since another one is in its place. Raises OutputError where the folder cannot be written, DiskFull where it is
+    full; nothing half-written stays.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -112,8 +116,14 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
                     raise file.refusal or error from None
                 stream.flush()
                 os.fsync(stream.fileno())
-            os.replace(temporary, path)
+            try:
+                (os.replace if replace else os.link)(temporary, path)
+            except OSError:
+                if path.exists() and not (replace and temporary.exists()):
+                    return False
+                os.replace(temporary, path)  # a file system without links
             sync_folder(path.parent)
+            return True
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:

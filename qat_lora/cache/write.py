@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import shutil
-import socket
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,11 +22,11 @@ from qat_lora.cache.index import INDEX_NAME, CacheIndex, Shard, check_shard, loa
 from qat_lora.cache.manifest import MANIFEST_NAME, WHOLE, Arrays, CacheManifest, Part, sealed, shard_name
 from qat_lora.cache.remote import Place, RemotePath, check_writable, file_sizes, location
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError, DiskFull, OutputError
-from qat_lora.files import Location, sync_folder, unwritable
+from qat_lora.files import Location, write_atomically
 
 logger = logging.getLogger(__name__)
 
-ABANDONED_SECONDS = 3600.0  # after which a temporary file of another machine is a killed process's
+_SEEN_BY_ALL = "give an --output that all ranks see, or build a --part on each machine"
 
 
 class CacheWriter:
@@ -130,17 +127,14 @@ class CacheWriter:
         there = {shard.index for shard in index.shards}
         if lacking := [i for i in self.part.shards(self.manifest.shard_count) if i not in there]:
             raise CacheError(
-                f"All shards were written, but {str(self.directory)!r} lacks {shard_name(lacking[0])}; give an "
-                "--output that all ranks see, or build a --part on each machine."
+                f"All shards were written, but {str(self.directory)!r} lacks {shard_name(lacking[0])}; {_SEEN_BY_ALL}."
             )
         path = self.directory / INDEX_NAME
         if index.complete and (not path.exists() or path.read_bytes() != index.content()):
-            if isinstance(path, RemotePath):
-                path.write_bytes(index.content())
-            else:
-                write_first(path, index.content(), replace=True)
-        if index.complete and isinstance(self.directory, RemotePath):
-            for left in self.directory.glob(".*.tmp"):  # of killed builders: nobody needs what is not there yet
+            write_file(path, index.content(), replace=True)
+        sizes = file_sizes(self.directory)
+        for left in self.directory.glob(".*.tmp"):  # of killed builders, or of one that comes too late
+            if ".".join(left.name.split(".")[1:3]) in sizes:
                 left.unlink(missing_ok=True)
         return index
 
@@ -149,11 +143,7 @@ class CacheWriter:
         if self.is_there(shard.index):
             return
         try:
-            if isinstance(path, RemotePath):
-                path.write_bytes(content)
-                with contextlib.suppress(ConfigError, OutputError):  # training may soon want it
-                    DiskCache().put(path.parent, shard, content)
-            elif write_first(path, content, replace=shard.file in self._unsound):
+            if write_file(path, content, replace=shard.file in self._unsound):
                 self._shards[shard.file] = shard
         except DiskFull:
             left = sum(not self.is_there(index) for index in self.missing)
@@ -162,21 +152,28 @@ class CacheWriter:
                 f"{left} {'shard is' if left == 1 else 'shards are'} still missing; free about "
                 f"{_megabytes(left * len(content))} and run the same command again, it continues with these."
             ) from None
+        if isinstance(path, RemotePath):
+            with contextlib.suppress(ConfigError, OutputError):  # training may soon want it
+                DiskCache().put(path.parent, shard, content)
 
     def _opened(self, wanted: CacheManifest) -> CacheManifest:
-        """Check what is in the folder; return the manifest that is there, or write this one."""
-        if self.rank == 0:
+        """Return the manifest that is in the folder, or write this one; it must describe the same cache."""
+        if not self.rank:
             check_writable(self.directory)
-            _remove_abandoned(self.directory)
         path = self.directory / MANIFEST_NAME
         try:
             found = CacheManifest.read(path)
         except FileNotFoundError:
-            self._refuse_unnamed()
-            if isinstance(path, RemotePath):
-                path.write_bytes(sealed(wanted.to_json()))
-            else:
-                write_first(path, sealed(wanted.to_json()))
+            if self.rank:
+                raise CacheError(
+                    f"rank {self.rank} does not find {str(path)!r}, which rank 0 has just written; {_SEEN_BY_ALL}."
+                ) from None
+            if shards := sorted(name for name in file_sizes(self.directory) if name.startswith("shard-")):
+                raise CacheError(
+                    f"{str(self.directory)!r} holds {shards[0]} but no {MANIFEST_NAME}, so it is not ours to write "
+                    "over; choose another --output or delete that directory."
+                ) from None
+            write_file(path, sealed(wanted.to_json()))
             found = CacheManifest.read(path)
         if differing := found.differing(wanted):
             shown = ", ".join(f"{name}: there {a!r}, asked for {b!r}" for name, (a, b) in differing.items())
@@ -186,85 +183,23 @@ class CacheWriter:
             )
         return found
 
-    def _refuse_unnamed(self) -> None:
-        if self.rank:
-            raise CacheError(
-                f"rank {self.rank} does not find {str(self.directory / MANIFEST_NAME)!r}, which rank 0 has just "
-                "written; give an --output that all ranks see, or build a --part on each machine."
-            )
-        if shards := sorted(name for name in file_sizes(self.directory) if name.startswith("shard-")):
-            raise CacheError(
-                f"{str(self.directory)!r} holds {shards[0]} but no {MANIFEST_NAME}, so it is not ours to "
-                "write over; choose another --output or delete that directory."
-            )
-
     def _warn_of_little_room(self) -> None:
         """Others may free or fill a disk meanwhile, so this is no error."""
-        if isinstance(self.directory, RemotePath):
-            return
         wanted = (self.rows - self.rows_done) * self.manifest.bytes_per_row
-        free = shutil.disk_usage(self.directory).free
-        if free < wanted:
-            logger.warning(
-                "%s has %s free, but the shards to be written take about %s",
-                self.directory,
-                _megabytes(free),
-                _megabytes(wanted),
-            )
+        if isinstance(self.directory, Path) and (free := shutil.disk_usage(self.directory).free) < wanted:
+            sizes = (_megabytes(free), _megabytes(wanted))
+            logger.warning("%s has %s free, but the shards to be written take about %s", self.directory, *sizes)
 
 
-def write_first(path: Path, content: bytes, *, replace: bool = False) -> bool:
-    """Write a file whole and durably, unless there is one of that name: then that stays, and False is returned.
+def write_file(path: Place, content: bytes, *, replace: bool = False) -> bool:
+    """Write a file whole and durably; unless `replace`, one that is there stays, and False is returned.
 
-    With `replace`, in the place of whatever is there.
+    At a URL it is always replaced: there is no other way to write one.
     """
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        try:
-            if replace:
-                os.replace(temporary, path)
-            else:
-                os.link(temporary, path)
-        except FileExistsError:
-            return False
-        except OSError:
-            if path.exists():
-                return False
-            os.replace(temporary, path)  # a file system without links
-        finally:
-            temporary.unlink(missing_ok=True)
-            sync_folder(path.parent)
+    if isinstance(path, RemotePath):
+        path.write_bytes(content)
         return True
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise unwritable(path, error) from None
-
-
-def _remove_abandoned(directory: Place) -> None:
-    """Remove what killed processes were just writing; those that live keep theirs. A URL has none of ours."""
-    if isinstance(directory, RemotePath):
-        return
-    for path in directory.glob(".*.tmp"):
-        host, _, process = path.name.rpartition(".tmp")[0].rpartition(".")[0].rpartition(".")
-        is_here = host.endswith(f".{socket.gethostname()}") and process.isdigit() and os.name == "posix"
-        with contextlib.suppress(FileNotFoundError):
-            if not _lives(int(process)) if is_here else time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
-                path.unlink()
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+    return write_atomically(path, lambda stream: stream.write(content), replace=replace)
 
 
 def _check_fields(manifest: CacheManifest, fields: Arrays) -> None:

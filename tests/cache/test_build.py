@@ -18,7 +18,7 @@ import pytest
 
 from qat_lora.cache import CacheWriter, KDCacheDataset, build_cache, load_cache, load_manifest
 from qat_lora.cache.manifest import SHARD_BYTES, sealed
-from qat_lora.cache.write import write_first
+from qat_lora.cache.write import write_file
 from qat_lora.data import TokenRows
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError, OutputError
 from tests.cache.conftest import TinyTeacher, blocks_of, build, manifest_of
@@ -235,7 +235,7 @@ def test_a_file_and_its_folder_are_synced(tmp_path, monkeypatch):
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", noted)
-    assert write_first(tmp_path / "a", b"x")
+    assert write_file(tmp_path / "a", b"x")
     assert synced == [(tmp_path / "a").stat().st_ino, tmp_path.stat().st_ino]
 
 

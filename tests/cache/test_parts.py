@@ -83,15 +83,40 @@ def test_two_builds_in_one_folder_share_the_work_and_neither_breaks(tmp_path, wh
             shapes["second"] = len(run(second).shapes)
             second.finish()
 
-    living = tmp_path / "c" / f".shard-00002.safetensors.{socket.gethostname()}.{os.getpid()}.1.tmp"
-    living.write_bytes(b"half")
     shapes["first"] = len(run(first, progress=overtaken).shapes)
     first.finish()
     assert shapes["first"] + shapes["second"] < 2 * 9
-    writer_of(tmp_path / "c")
-    assert living.exists(), "another builder may be alive"
-    living.unlink()
     assert contents(tmp_path / "c") == whole
+
+
+def test_a_temporary_file_goes_when_its_shard_is_there(tmp_path, whole):
+    """Until then its builder may be alive; from then on nobody needs it."""
+    living = tmp_path / "c" / ".shard-00001.safetensors.here.7.1.tmp"
+    living.parent.mkdir()
+    living.write_bytes(b"half")
+    build_part(tmp_path / "c", 1, 2)
+    assert living.exists()
+    build_part(tmp_path / "c", 2, 2)
+    assert contents(tmp_path / "c") == whole
+
+
+@pytest.mark.parametrize("name", ["shard-00002.safetensors", "index.json"])
+def test_a_builder_whose_temporary_file_is_removed_since_another_was_first_goes_on(tmp_path, whole, monkeypatch, name):
+    first, second = writer_of(tmp_path / "c"), writer_of(tmp_path / "c")
+    sync, half = os.fsync, f".{name}."
+
+    def overtaken(descriptor):
+        sync(descriptor)
+        if any(left.startswith(half) for left in os.listdir(tmp_path / "c")):
+            monkeypatch.undo()
+            run(second)
+            second.finish()
+            assert contents(tmp_path / "c") == whole, "no temporary file either"
+
+    monkeypatch.setattr(os, "fsync", overtaken)
+    run(first)
+    first.finish()
+    assert contents(tmp_path / "c") == whole and os.fsync is sync
 
 
 def test_of_two_builders_that_round_otherwise_the_first_file_stays_and_the_cache_is_sound(tmp_path):

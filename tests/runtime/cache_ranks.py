@@ -29,7 +29,7 @@ def arguments(teacher: Path | str, text: Path | str, output: Path | str, **chang
 
 def killed(teacher: str, text: str, output: str) -> int:
     """Rank 1 is killed by the system when half of its second shard is in a temporary file."""
-    write, shards = writer.write_first, []
+    write, shards = writer.write_file, []
 
     def cut(path: Path, content: bytes, **options) -> bool:
         shards.append(path)
@@ -38,7 +38,7 @@ def killed(teacher: str, text: str, output: str) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         return write(path, content, **options)
 
-    writer.write_first = cut
+    writer.write_file = cut
     return main(arguments(teacher, text, output))
 
 
