@@ -101,32 +101,34 @@ def target_linears(model: nn.Module) -> dict[str, str]:
     """
     trunk = decoder(model)
     prefix = next(f"{name}." for name, module in model.named_modules() if module is trunk)
-    width = _channels(trunk)
+    config = trunk.config.get_text_config()
+    # the most channels that a norm has: those of the residuals, or of all heads together
+    width = max(config.hidden_size, config.num_attention_heads * (getattr(config, "head_dim", None) or 0))
+    # a model inside the decoder is another's, such as of images
     towers = tuple(f"{name}." for name, m in trunk.named_modules() if name and hasattr(m, "main_input_name"))
     targets: dict[str, str] = {}
+    inside: tuple[str, ...] = ()
+    unknown: list[tuple[str, nn.Parameter, nn.Module]] = []
     for name, module in trunk.named_modules():
+        if _stays_exact(name, module, width) or name.startswith(inside):
+            continue
         role = role_of(name.split("."))
-        is_linear = isinstance(module, nn.Linear) and not _stays_exact(name, module, width)
-        if is_linear and role and not name.startswith(towers):  # a model in the decoder is another's, such as images'
-            targets[name] = role
-    inside = tuple(f"{name}." for name in targets)
-    unknown = {
-        name: p
-        for name, p in trunk.named_parameters()
-        if p.dim() > 1 and not name.startswith(inside) and not _owner_stays_exact(trunk, name, width)
-    }
-    if fused := [name for name, p in unknown.items() if p.dim() > 2 and role_of(name.split(".")) == "mlp"]:
-        raise ModelError(
-            f"{prefix}{fused[0]} holds the experts of a mixture in one tensor, which cannot be quantised; use a dense "
-            "model."
-        )
+        if isinstance(module, nn.Linear) and role and not name.startswith(towers):
+            targets[name], inside = role, (f"{name}.",)  # what is below a target follows it at once
+        else:
+            own = module.named_parameters(prefix=name, recurse=False)
+            unknown += [(f"{prefix}{key}", p, module) for key, p in own if p.dim() > 1]
+    for name, p, _ in unknown:
+        if p.dim() > 2 and role_of(name.split(".")) == "mlp":
+            raise ModelError(
+                f"{name} holds the experts of a mixture in one tensor, which cannot be quantised; use a dense model."
+            )
     if unknown:
-        name = next(iter(unknown))
-        kind = type(trunk.get_submodule(name.rpartition(".")[0])).__name__
+        name, _, module = unknown[0]
         raise ModelError(
-            f"{prefix}{name} (of a {kind}) and {len(unknown) - 1} other matrices of {type(causal_lm(model)).__name__} "
-            "are no nn.Linear of an attention or MLP block that qat_lora knows, so they would stay unquantised; use a "
-            "model whose layers are made of these, such as Llama or Qwen3."
+            f"{name} (of a {type(module).__name__}) and {len(unknown) - 1} other matrices of "
+            f"{type(causal_lm(model)).__name__} are no nn.Linear of an attention or MLP block that qat_lora knows, so "
+            "they would stay unquantised; use a model whose layers are made of these, such as Llama or Qwen3."
         )
     if projections := tuple(name for name in _PROJECTIONS if getattr(trunk, name, None) is not None):
         _say_unquantised(type(causal_lm(model)).__name__, projections)
@@ -163,17 +165,6 @@ def activation_bytes(model: nn.Module, tokens: int, compute: torch.dtype, *, lea
 @functools.cache  # once, and not at each look at the model
 def _say_unquantised(family: str, names: tuple[str, ...]) -> None:
     log.info("%s: %s lie outside the layers and stay in full precision", family, ", ".join(names))
-
-
-def _channels(trunk: nn.Module) -> int:
-    """The most channels that a norm of the decoder has: those of the residuals, or of all heads together."""
-    config = trunk.config.get_text_config()  # type: ignore[union-attr,operator]
-    return max(config.hidden_size, config.num_attention_heads * (getattr(config, "head_dim", None) or 0))
-
-
-def _owner_stays_exact(trunk: nn.Module, parameter: str, width: int) -> bool:
-    owner = parameter.rpartition(".")[0]
-    return _stays_exact(owner, trunk.get_submodule(owner), width)
 
 
 def _stays_exact(name: str, module: nn.Module, width: int) -> bool:

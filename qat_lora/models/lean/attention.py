@@ -4,12 +4,12 @@
     dV = P^T dO,  dP = dO V^T,  dS = P * (dP - rowsum(dO * O)),  dQ = scaling * dS K,  dK = scaling * dS^T Q
 
 Backward makes P again from Q, K and the row's log-sum-exp (FlashAttention's algebra, arXiv 2205.14135, without its
-kernel). Each chunk of queries meets only the keys that it may see, so about half of the products are never computed.
-It is for devices whose compiler has no fused attention for torch's own: XLA computes that in several passes over
+kernel). Each chunk of queries reads only the keys that it may see, so about half of the products are never computed.
+This is for devices whose compiler has no fused attention for torch's own: XLA computes that in several passes over
 float32 [B, H, T, T], and keeps them for backward.
 
-A row may hold several documents, each of which begins at position 0 and sees itself alone: a query at position p of its
-document sees no more than p keys back, which is a window of a length of its own.
+A row may hold several documents, each of which begins at position 0 and sees only itself: a query at position p of its
+document sees p keys back at most, so each query has a window of its own.
 
 Legend: B rows, T positions, D head width, G key-value heads, R query heads of each, c queries of a chunk, n keys that
 a chunk sees.
@@ -17,6 +17,7 @@ a chunk sees.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,7 +98,7 @@ class _CausalAttention(torch.autograd.Function):
             score_BGRcn = _scores(q_BGRTD, k_BGTD, queries, keys, scaling, window, position_BT)
             prob_BGRcn = (score_BGRcn - lse_BGRT1[:, :, :, queries]).exp()
             grad_BGRcD = grad_BGRTD[:, :, :, queries]
-            grad_prob_BGRcn = _accurate_product(grad_BGRcD, v_BGTD[:, :, keys].transpose(-1, -2))
+            grad_prob_BGRcn = _product(accurate(grad_BGRcD), accurate(v_BGTD[:, :, keys].transpose(-1, -2)))
             grad_score_BGRcn = prob_BGRcn * (grad_prob_BGRcn - delta_BGRT1[:, :, :, queries]) * scaling
             low_BGRcn = grad_score_BGRcn.to(q_BHTD.dtype)
             grad_q.append(_product(low_BGRcn, k_BGTD[:, :, keys]))
@@ -106,8 +107,8 @@ class _CausalAttention(torch.autograd.Function):
             grad_v.append(F.pad(_product_over_queries(prob_BGRcn.to(v_BGTD.dtype), grad_BGRcD), around))
         return (
             torch.cat(grad_q, dim=3).flatten(1, 2),
-            _sum(grad_k).to(k_BGTD.dtype),
-            _sum(grad_v).to(v_BGTD.dtype),
+            functools.reduce(torch.add, grad_k).to(k_BGTD.dtype),
+            functools.reduce(torch.add, grad_v).to(v_BGTD.dtype),
             *(None, None, None),
         )
 
@@ -128,7 +129,7 @@ def _scores(
     window: int | None,
     position_BT: Tensor | None,
 ) -> Tensor:
-    product_BGRcn = _accurate_product(q_BGRTD[:, :, :, queries], k_BGTD[:, :, keys].transpose(-1, -2))
+    product_BGRcn = _product(accurate(q_BGRTD[:, :, :, queries]), accurate(k_BGTD[:, :, keys].transpose(-1, -2)))
     query_c1 = torch.arange(queries.start, queries.stop, device=k_BGTD.device)[:, None]
     key_1n = torch.arange(keys.start, keys.stop, device=k_BGTD.device)[None]
     seen_cn = key_1n <= query_c1
@@ -145,17 +146,6 @@ def _product(x_BGRcn: Tensor, y_BGnD: Tensor) -> Tensor:
     return (x_BGRcn.flatten(2, 3) @ y_BGnD).unflatten(2, (repeats, -1))
 
 
-def _accurate_product(x_BGRcn: Tensor, y_BGnD: Tensor) -> Tensor:
-    return _product(accurate(x_BGRcn), accurate(y_BGnD))
-
-
 def _product_over_queries(x_BGRcn: Tensor, y_BGRcD: Tensor) -> Tensor:
     """X^T Y summed over the queries and over the heads that share a key-value head: [B, G, n, D], accurate."""
     return accurate(x_BGRcn).flatten(2, 3).transpose(-1, -2) @ accurate(y_BGRcD).flatten(2, 3)
-
-
-def _sum(parts: list[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total

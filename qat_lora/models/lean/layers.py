@@ -52,14 +52,13 @@ def trunk_and_layers(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
     ]
     if not lists:
         raise ModelError(f"{type(model).__name__} has no list of layers to divide; drop --shard.")
-    return max(lists, key=lambda pair: _bytes_of(pair[1]))
+    return max(lists, key=lambda pair: sum(x.nbytes for x in (*pair[1].parameters(), *pair[1].buffers())))
 
 
 class ScannedLayers(nn.ModuleList):
-    """The same modules under the same names; a loop over all of them meets one callable that runs them all."""
+    """The same modules under the same names; a loop over all of them gets one callable that runs them all."""
 
     def __init__(self, layers: nn.ModuleList, scan: Scan) -> None:
-        """Take over the layers of a list."""
         super().__init__(layers)
         self._scan = scan
 
@@ -80,10 +79,6 @@ class ScannedLayers(nn.ModuleList):
         for layer in self._modules.values():  # generation writes a cache per layer
             hidden_BTH = layer(hidden_BTH, **shared)
         return hidden_BTH
-
-
-def _bytes_of(module: nn.Module) -> int:
-    return sum(x.numel() * x.element_size() for x in (*module.parameters(), *module.buffers()))
 
 
 def _signature(layer: nn.Module) -> dict[str, Any]:
