@@ -30,12 +30,8 @@ if TYPE_CHECKING:  # the same names for type checkers and editors
         xla_mark_step,
     )  # fmt: skip
 
-_HOME = {
-    "KDCacheDataset": "cache",
-    "kd_soft_ce": "kd",
-    "CodedLinear": "quant",
-    "QuantLinear": "quant",
-}  # all others: runtime.device
+# All others come from runtime.device.
+_HOME = {"KDCacheDataset": "cache", "kd_soft_ce": "kd", "CodedLinear": "quant", "QuantLinear": "quant"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Places: paths and URLs. Files written so that a reader sees the old content or the new, never a part; their digests.
+"""Places: paths and URLs. Files written so that a reader sees the old content or the new, never a part.
 
 A URL is only a name here; `qat_lora.cache.remote` reads and writes what it names.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import io
 import json
 import os
@@ -147,12 +146,6 @@ def write_json(path: Path, tree: Any) -> None:
     """Write a tree of JSON types, indented, keys in their own order."""
     text = json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
     write_atomically(path, lambda stream: stream.write(text.encode()))
-
-
-def sha256_file(path: Path) -> str:
-    """Hex sha256 of a file's bytes."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def file_sizes(folder: Path) -> dict[str, int]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from qat_lora.errors import DiskFull, OutputError
-from qat_lora.files import check_writable, sha256_file, write_atomically, write_json
+from qat_lora.files import check_writable, write_atomically, write_json
 
 
 def names_below(folder: Path) -> list[str]:
@@ -92,11 +92,6 @@ def test_json_reads_back_as_what_was_written_keys_in_their_order(tmp_path) -> No
     assert list(json.loads(text)) == ["z", "a", "empty"]
     assert text.endswith("}\n") and "世界" in text
     assert names_below(tmp_path) == ["tree.json"]
-
-
-def test_a_digest_is_that_of_the_bytes(tmp_path) -> None:
-    (tmp_path / "abc").write_bytes(b"abc")
-    assert sha256_file(tmp_path / "abc").startswith("ba7816bf8f01cfea414140de5dae2223")  # from FIPS 180-2
 
 
 def test_proving_that_a_folder_can_be_written_leaves_no_trace(tmp_path) -> None:

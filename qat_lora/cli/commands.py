@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,12 @@ from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.train.run import Launch, RunResult, run_qat, run_recovery
 
 log = logging.getLogger(__name__)
+
+# Settings of a build that its manifest records as they are.
+_OF_MANIFEST = (
+    *("seq_len", "packing", "eval_fraction", "store", "temperatures", "top_k", "logprob_bits", "tail_draws"),
+    *("samples", "proposal_temperature", "sampling_seed", "rows_per_shard"),
+)
 
 
 def cache(run: CacheRun) -> CacheIndex:
@@ -154,6 +161,7 @@ def _check_teacher(loaded: models.Loaded, run: CacheRun, placement: Placement | 
 
 
 def _manifest(run: CacheRun, identity: models.Identity, rows: TokenRows, compute: torch.dtype) -> CacheManifest:
+    same: dict[str, Any] = {name: getattr(run, name) for name in _OF_MANIFEST}
     manifest = CacheManifest(
         teacher=identity.name,
         teacher_digest=identity.weights,
@@ -161,23 +169,12 @@ def _manifest(run: CacheRun, identity: models.Identity, rows: TokenRows, compute
         vocab_size=identity.vocab_size,
         tokenizer_size=identity.tokenizer_size,
         teacher_dtype=str(compute).removeprefix("torch."),
-        seq_len=run.seq_len,
         rows=len(rows.input_ids_RT),
         source=source_words(run.data, run.source),
         source_digest="",
-        eval_fraction=run.eval_fraction,
         bos=rows.bos,
         answers=rows.answer_RT is not None,
-        store=run.store,
-        temperatures=run.temperatures,
-        top_k=run.top_k,
-        logprob_bits=run.logprob_bits,
-        tail_draws=run.tail_draws,
-        samples=run.samples,
-        proposal_temperature=run.proposal_temperature,
-        sampling_seed=run.sampling_seed,
-        rows_per_shard=run.rows_per_shard,
-        packing=run.packing,
+        **same,
     )
     keys = row_keys(token_arrays(rows, manifest))
     return dataclasses.replace(manifest, source_digest=source_digest(keys, run.seq_len))

@@ -43,13 +43,13 @@ class TokenFile:
 
     Attributes:
         path: the file.
-        ids: ``[R, T]`` of any integer dtype, or R arrays ``[N]`` of different lengths.
-        length_R: ``[R]`` int64, valid tokens of each row, from its start.
+        rows: R arrays ``[N]`` of any integer dtype, maybe mapped, without their padding.
+        width: T, with the padding; None where rows differ or the file is one long row.
     """
 
     path: Path
-    ids: Array | list[Array]
-    length_R: Array
+    rows: list[Array]
+    width: int | None
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ def token_documents(spec: str, *, vocab_size: int | None = None) -> Iterator[Tok
         DataError: a file is missing, cannot be read, or is no table of token ids. Raised while iterating, not on the
             call; ids outside the vocabulary are found where a document is sliced.
     """
-    for rows in map(read_tokens, find_files(spec)):
-        for number, (ids_N, length) in enumerate(zip(rows.ids, rows.length_R.tolist(), strict=True), start=1):
-            yield TokenDocument(f"{rows.path} row {number}", ids_N[:length], vocab_size)
+    for file in map(read_tokens, find_files(spec)):
+        for number, ids_N in enumerate(file.rows, start=1):
+            yield TokenDocument(f"{file.path} row {number}", ids_N, vocab_size)
 
 
 def given_rows(
@@ -107,21 +107,16 @@ def given_rows(
     if not has_tokens(spec):
         return None
     files = [read_tokens(path) for path in find_files(spec)]
-    if any(isinstance(rows.ids, list) or rows.ids.shape[1] != seq_len for rows in files):
+    if any(file.width != seq_len for file in files):
         return None
-    ends = np.cumsum([len(rows.length_R) for rows in files])
-    order_R = np.array(list(itertools.islice(shuffled(range(ends[-1]), config), max_rows)))
-    ids_RT = np.empty((len(order_R), seq_len), dtype=np.int32)
-    length_R = np.empty(len(order_R), dtype=np.int32)
-    for rows, end in zip(files, ends, strict=True):
-        start = end - len(rows.length_R)
-        here_R = (order_R >= start) & (order_R < end)
-        length_R[here_R] = rows.length_R[order_R[here_R] - start]
-        given_RT = np.asarray(rows.ids)[order_R[here_R] - start]
-        is_valid_RT = np.arange(seq_len) < length_R[here_R, None]
-        _check_ids(given_RT[is_valid_RT], vocab_size, str(rows.path))
-        ids_RT[here_R] = np.where(is_valid_RT, given_RT, fill_id)
-    return TokenRows(ids_RT, length_R, None, np.zeros(len(order_R), dtype=bool), bos=None)
+    rows = ((file.path, ids_N) for file in files for ids_N in file.rows)
+    chosen = list(itertools.islice(shuffled(rows, config), max_rows))
+    ids_RT = np.full((len(chosen), seq_len), fill_id, dtype=np.int32)
+    for row_T, (path, ids_N) in zip(ids_RT, chosen, strict=True):
+        _check_ids(ids_N, vocab_size, str(path))
+        row_T[: len(ids_N)] = ids_N
+    length_R = np.array([len(ids_N) for _, ids_N in chosen], dtype=np.int32)
+    return TokenRows(ids_RT, length_R, None, np.zeros(len(chosen), dtype=bool), bos=None)
 
 
 def read_tokens(path: Path) -> TokenFile:
@@ -136,12 +131,13 @@ def read_tokens(path: Path) -> TokenFile:
     if given is not None and (isinstance(given, list) or given.ndim != 1):
         raise DataError(f"{path}: lengths is no list of numbers; give one length per row.")
     length_R = None if given is None else np.asarray(given).astype(np.int64)
+    width = ids.shape[1] if isinstance(ids, np.ndarray) and ids.ndim > 1 else None
     if isinstance(ids, np.ndarray) and ids.ndim == 1:
         ids, length_R = _cut(ids, length_R, path), None  # of one long row, lengths say where documents end
-    shapes = {row.ndim for row in ids} if isinstance(ids, list) else {ids.ndim - 1}
-    if shapes - {1}:
+    rows = list(ids)
+    if {row.ndim for row in rows} - {1}:
         raise DataError(f"{path}: input_ids is neither [rows, tokens] nor [tokens]; reshape it.")
-    full_R = np.array([len(row) for row in ids], dtype=np.int64)
+    full_R = np.array([len(row) for row in rows], dtype=np.int64)
     if fields.get("attention_mask") is not None:
         masked_R = _mask_lengths(_table(fields["attention_mask"], f"{path}: attention_mask"), full_R, path)
         if length_R is not None and not np.array_equal(length_R, masked_R):
@@ -158,7 +154,7 @@ def read_tokens(path: Path) -> TokenFile:
             f"{path} row {row + 1} has the length {length_R[row]} of {full_R[row]} tokens; each row needs at least "
             "one token, and no more than it holds."
         )
-    return TokenFile(path, ids, length_R)
+    return TokenFile(path, [row[:n] for row, n in zip(rows, length_R.tolist(), strict=True)], width)
 
 
 def _loaded(path: Path) -> Any:
