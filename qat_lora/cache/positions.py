@@ -1,18 +1,16 @@
 """Rows that hold several documents: the positions that begin anew with each.
 
 From the positions alone all else follows: a query at position p of its document sees itself and the p keys before it
-(`qat_lora.models.trunk_hidden`), and where the next position is 0 there is no next token (`targets.label_mask`).
+(`qat_lora.models.trunk_hidden`), and where the next position is 0 there is no next token (`kd.label_mask`).
 
 Legend: R rows, T positions of a row.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
 import numpy as np
 
-Array: TypeAlias = "np.ndarray[Any, Any]"
+from qat_lora.cache.bits import Array
 
 
 def document_positions(starts_RT: Array) -> Array:

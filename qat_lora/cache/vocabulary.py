@@ -10,11 +10,10 @@ Legend: B rows, T positions, K candidates, N draws, n temperatures, m of them wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
 
 import numpy as np
 
-Array: TypeAlias = "np.ndarray[Any, Any]"
+from qat_lora.cache.bits import Array
 
 # What a slot gets whose candidate was taken out: float32 holds it, and exp of it is 0 at any sensible temperature.
 ABSENT_LOGPROB = -1.0e4
@@ -34,13 +33,14 @@ def without_ids_from(vocab_size: int, batch: dict[str, Array], temperatures: Seq
     0, so that `targets` divides all other probability among them in proportion.
 
     Draws in the padding become others of the position's, taken evenly, so that their share is divided in proportion;
-    the entropy stays the teacher's over its own vocabulary. Full logits are cut off.
+    the entropy stays the teacher's over its own vocabulary: beside draws of the tail, what the candidates had of it
+    joins the tail's. Full logits are cut off.
 
     Args:
         vocab_size: V of the student.
         batch: ``topk_ids`` [B, T, K] int64, and floats ``topk_logprobs`` [B, T, K] and ``tail`` [B, T, n]; or
-            ``draw_ids`` [B, T, N] ascending, with ``draw_ratios`` [B, T, N, m] if any; or
-            both; or ``logits`` [B, T, V].
+            ``draw_ids`` [B, T, N] ascending, with ``draw_ratios`` [B, T, N, m] if any; or both, with ``tail_entropy``
+            [B, T, n]; or ``logits`` [B, T, V].
         temperatures: of `tail`; the first is 1.
 
     Returns:
@@ -61,32 +61,35 @@ def without_ids_from(vocab_size: int, batch: dict[str, Array], temperatures: Seq
         np.take_along_axis(x, order_BTK, axis=-1)[..., :kept]
         for x in (batch["topk_ids"], batch["topk_logprobs"], lacking_BTK)
     )
-    tail_BTn = np.zeros_like(batch["tail"])
-    if kept < vocab_size:
-        for n, temperature in enumerate(temperatures):
-            tail_BTn[..., n] = _tail_with(lacking_BTK, batch["topk_logprobs"], batch["tail"][..., n], temperature)
+    tail = {name: x.astype(np.float32) for name, x in batch.items() if name in ("tail", "tail_entropy")}
+    for n, temperature in enumerate(temperatures):
+        _join_tail(lacking_BTK, batch["topk_logprobs"] / temperature, {name: x[..., n] for name, x in tail.items()})
+    if kept == vocab_size:
+        tail = {name: np.zeros_like(x) for name, x in tail.items()}
     logprobs_BTK = np.where(empty_BTK, np.float32(ABSENT_LOGPROB), logprobs_BTK)
     highest = np.arange(vocab_size - kept, vocab_size)  # enough of them are free, whatever the candidates are
     for place in np.argwhere(empty_BTK.any(-1)):
         ids_K, empty_K = ids_BTK[tuple(place)], empty_BTK[tuple(place)]
         free = np.setdiff1d(highest, ids_K[~empty_K])
         ids_K[empty_K] = free[::-1][: empty_K.sum()]
-    return batch | {"topk_ids": ids_BTK, "topk_logprobs": logprobs_BTK, "tail": tail_BTn}
+    return batch | {"topk_ids": ids_BTK, "topk_logprobs": logprobs_BTK} | tail
 
 
-def _tail_with(joining_BTK: Array, logprobs_BTK: Array, tail_BT: Array, temperature: float) -> Array:
-    """The tail [B, T] at a temperature once these candidates, given by log p_1, have joined it."""
-    weights_BTK = np.exp((logprobs_BTK - logprobs_BTK.max(-1, keepdims=True)) / temperature)
-    share_BT = np.where(joining_BTK, weights_BTK, 0.0).sum(-1) / weights_BTK.sum(-1)
-    return tail_BT + (1.0 - tail_BT) * share_BT
+def _join_tail(joining_BTK: Array, scores_BTK: Array, tail: dict[str, Array]) -> None:
+    """Add to the tail [B, T] of a temperature, and to its entropy, these of the candidates, given by log p_1 / T."""
+    weights_BTK = np.exp(scores_BTK - scores_BTK.max(-1, keepdims=True))
+    kept_BT, sum_BT = 1.0 - tail["tail"], weights_BTK.sum(-1)
+    weights_BTK = np.where(joining_BTK, weights_BTK, 0.0)
+    tail["tail"] += kept_BT * (weights_BTK.sum(-1) / sum_BT)
+    if "tail_entropy" in tail:
+        p_BTK = weights_BTK * (kept_BT / sum_BT)[..., None]
+        tail["tail_entropy"] -= (p_BTK * np.log(np.where(p_BTK > 0, p_BTK, 1.0))).sum(-1)
 
 
 def _other_draws(vocab_size: int, batch: dict[str, Array]) -> dict[str, Array]:
+    """The draws of a batch, each of an id that the student has, in the place of those that it has not."""
     ids_BTN = batch["draw_ids"]
-    samples, kept_BT1 = (
-        ids_BTN.shape[-1],
-        (ids_BTN < vocab_size).sum(-1, keepdims=True),
-    )  # ascending: those at the front
+    samples, kept_BT1 = ids_BTN.shape[-1], (ids_BTN < vocab_size).sum(-1, keepdims=True)  # ascending: they come first
     few_BT1, more_BT1 = np.maximum(kept_BT1, 1), np.maximum(samples - kept_BT1, 1)
     # the others evenly, from a place on that is as good as any: their share is divided in proportion
     turn_BTN = (np.arange(samples) - kept_BT1) * few_BT1 // more_BT1 + ids_BTN.sum(-1, keepdims=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -74,6 +76,28 @@ def test_beside_draws_of_the_tail_both_candidates_and_draws_of_padding_are_taken
     draws = np.sort(np.random.RandomState(0).randint(0, VOCAB, (*ROWS, 4)), axis=-1)
     found = without_ids_from(20, given | {"draw_ids": draws}, TEMPERATURES)
     assert found["topk_ids"].max() < 20 and found["draw_ids"].max() < 20 and (found["tail"] > given["tail"]).any()
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("top_k", [6, 25])
+def test_beside_draws_of_the_tail_the_entropy_stays_the_teachers(top_k, temperature) -> None:
+    """Over its own vocabulary; or, where all that the student has are candidates, given that it is one of these."""
+    given, logits_BTV = batch_of(top_k)
+    p_SVn = torch.stack([(logits_BTV / t).softmax(-1).flatten(0, 1) for t in TEMPERATURES], dim=-1)
+    ids_SKn = torch.from_numpy(given["topk_ids"]).flatten(0, 1)[..., None].expand(-1, -1, len(TEMPERATURES))
+    rest_SVn = p_SVn.scatter(1, ids_SKn, 0.0)
+    given["tail_entropy"] = torch.special.entr(rest_SVn).sum(1).unflatten(0, ROWS).numpy()
+    given["draw_ids"] = np.zeros((*ROWS, 4), np.int64)
+    found = without_ids_from(20, given, TEMPERATURES)
+    spec = manifest_of(blocks_of(2), top_k=top_k, temperatures=TEMPERATURES, tail_draws=4).target_spec
+    spec = dataclasses.replace(spec, weighed=())
+    target = targets({name: torch.from_numpy(x) for name, x in found.items()}, temperature, spec)
+    wanted_SV = p_SVn[..., TEMPERATURES.index(temperature)]
+    if top_k > 20:
+        of_student = torch.from_numpy(given["topk_ids"] < 20).flatten(0, 1)
+        p_SK = wanted_SV.gather(1, ids_SKn[..., 0]) * of_student
+        wanted_SV = p_SK / p_SK.sum(-1, keepdim=True)
+    torch.testing.assert_close(target.entropy_S, torch.special.entr(wanted_SV).sum(-1), rtol=0, atol=2e-6)
 
 
 def test_a_batch_without_padding_is_handed_on() -> None:
