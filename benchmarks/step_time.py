@@ -36,7 +36,7 @@ from qat_lora.config.cache import CacheRun
 from qat_lora.config.presets import scheme
 from qat_lora.quant import freeze_codes
 from qat_lora.runtime import LocalRuntime
-from qat_lora.runtime.local import process_memory
+from qat_lora.runtime.memory import process_memory
 from qat_lora.train.loop import TrainState, train_step
 from qat_lora.train.objective import KDObjective
 from qat_lora.train.optim import build_optimizer

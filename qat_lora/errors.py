@@ -63,9 +63,9 @@ class DiskFull(OutputError):
     """A result cannot be written for want of space."""
 
 
-def first_line(error: BaseException) -> str:
+def first_line(error: BaseException, length: int = 160) -> str:
     """What an error says, as a part of a sentence: its first line, or its class where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:length]
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:

@@ -1,21 +1,26 @@
-"""The machine behind one small protocol, and the words for it that the outside knows.
+"""The device behind one small class: what code above this folder may ask of it, and what one eager process answers.
 
-Code above this folder never asks which device it runs on: it calls the protocol, and what a device does not need is
-nothing there. `qat_lora.runtime.select` picks the implementation; only `qat_lora.runtime.xla.device` imports torch_xla.
+Code above never asks which device it runs on. `qat_lora.runtime.select` picks the implementation.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
+from qat_lora.errors import ConfigError
+from qat_lora.files import write_atomically
 from qat_lora.models.lean.loops import Body, in_turn
+from qat_lora.runtime.memory import MemoryUse, device_memory, process_memory
+from qat_lora.runtime.ranks import GlooControl
 
 # Where the lazy graph may be cut: set-up, between the acts of a step, in an evaluation, in a cache build.
 Phase = Literal[
@@ -34,19 +39,6 @@ Phase = Literal[
 
 
 @dataclass(frozen=True)
-class MemoryUse:
-    """Bytes in use now and at the highest, on the device where it counts, else of the process.
-
-    `free_bytes` are what is left to take, which on a host depends on other processes too; None where it is not known.
-    """
-
-    used_bytes: int
-    peak_bytes: int
-    total_bytes: int
-    free_bytes: int | None = None
-
-
-@dataclass(frozen=True)
 class Precision:
     """What a runtime computes in, and why.
 
@@ -59,110 +51,6 @@ class Precision:
     compute: torch.dtype
     frozen: torch.dtype
     reason: str
-
-
-class Runtime(Protocol):
-    """One device and its place among the ranks.
-
-    Attributes:
-        device: where tensors live.
-        rank: 0-based. world_size: 1 when alone; callers never branch on it.
-        devices: among which this rank's batches are divided: 1, but where one program runs on all of them.
-        precision: see `Precision`.
-        static_graph: whether whole graphs are compiled ahead, without fused attention and with expensive scatters: then
-            models use `models.lean`, and losses get their candidates' logits apart.
-    """
-
-    device: torch.device
-    rank: int
-    world_size: int
-    devices: int
-    precision: Precision
-    static_graph: bool
-
-    def mark_step(self, phase: Phase) -> None:
-        """Say that a phase is traced: XLA may cut its lazy graph here and run it; nothing elsewhere."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all that it was given, and make the calls that `log_later` put off."""
-
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace every gradient by its mean over the ranks, once per optimizer step."""
-
-    def all_reduce_sum(self, x: Tensor) -> Tensor:
-        """Return the sum of a tensor over all ranks, without reading it on the host."""
-
-    def joint_norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The 2-norm of all tensors together, 0-d on the device, over all parts where ranks hold parts of them."""
-
-    def gather(self, x: Tensor) -> Tensor:
-        """The tensor on the host, detached, put together where ranks hold parts of it.
-
-        Every rank calls, for the same tensors in the same order, and gets the same.
-        """
-
-    def scatter_like(self, whole: Tensor, like: Tensor) -> Tensor:
-        """Of a whole tensor, the same on every rank, what this rank holds of `like`: in its form and on its device."""
-
-    def barrier(self, tag: str) -> None:
-        """Wait until every rank has come to the barrier of that name."""
-
-    def all_equal(self, digest: Callable[[], bytes]) -> bool:
-        """Whether all ranks have equal digests; where there is one rank, it is not asked."""
-
-    def rank_zero_first(self, tag: str) -> contextlib.AbstractContextManager[None]:
-        """The context in which rank 0 does something before the others do: they wait at the barrier of that name."""
-
-    def save(self, obj: Any, path: Path) -> None:
-        """Write with torch.save, atomically; every rank calls, rank 0 writes."""
-
-    def seed(self, seed: int) -> None:
-        """Start the random numbers of host and device anew."""
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The context a forward runs in."""
-
-    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clear the gradients: to None, or to zero tensors where the graph must not change. Also before step 0."""
-
-    def loop(self, body: Body, carry: list[Tensor], xs: list[Tensor], size: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Run `body` over parts of `size` rows (see `lean.loops`), compiled once where graphs are compiled."""
-
-    def checkpoint(self, layer: Callable[..., Tensor], *args: Any) -> Tensor:
-        """Run a layer so that backward computes it again instead of keeping its activations."""
-
-    def scan(self, layers: nn.ModuleList, hidden_BTH: Tensor, shared: dict[str, Any]) -> Tensor:
-        """Run equal layers one after the other as one loop on the device, each called with `shared` as keywords.
-
-        Backward keeps of each layer its input alone, as with `checkpoint`.
-        """
-
-    def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Move a batch to the device."""
-
-    def place(self, model: nn.Module) -> nn.Module:
-        """Move a model to the device, frozen parameters in the precision's dtype; parameters and ties are kept."""
-
-    def wrap_loader(self, loader: Iterable[dict[str, Tensor]]) -> Generator[dict[str, Tensor]]:
-        """Yield the loader's batches on the device, in order; when this is closed, nothing reads in the background."""
-
-    def memory(self) -> MemoryUse:
-        """Bytes in use."""
-
-    def log_later(self, fn: Callable[..., None], *tensors: Tensor) -> None:
-        """Call fn with the tensors' values as floats, when reading them no longer stalls the device."""
-
-    def scalar(self, value: float) -> Tensor:
-        """A float32 number on the device, as data that may differ at every step."""
-
-    def metrics(self) -> dict[str, float]:
-        """The device's own counters by name; none on the CPU."""
-
-    def compiled(self) -> int:
-        """How many graphs were compiled so far; 0 on eager devices."""
-
-    def compilations(self) -> Sequence[CompiledGraph]:
-        """The graphs that were compiled so far, in order; none on eager devices."""
 
 
 @dataclass(frozen=True)
@@ -184,61 +72,144 @@ class CompiledGraph:
     frames: tuple[str, ...] = ()
 
 
-class SingleProcess:
-    """The part of `Runtime` that a single process without peers shares whatever its device."""
+class Runtime:
+    """One device and its place among the ranks; here for one process on an eager device, which others override.
+
+    Attributes:
+        device: where tensors live.
+        rank: 0-based. world_size: 1 when alone; callers never branch on it.
+        devices: among which this rank's batches are divided: 1, but where one program runs on all of them.
+        precision: see `Precision`.
+        static_graph: whether whole graphs are compiled ahead, without fused attention and with expensive scatters: then
+            models use `models.lean`, and losses get their candidates' logits apart.
+        control: how the processes of several ranks talk to each other beside their devices.
+    """
 
     device: torch.device
+    precision: Precision
     rank = 0
     world_size = 1
     devices = 1
+    static_graph = False
+    control: GlooControl | None = None
 
-    def seed(self, seed: int) -> None:
-        """Start the random numbers of host and device anew; torch knows every eager device."""
-        torch.manual_seed(seed)
+    def mark_step(self, phase: Phase) -> None:
+        """Say that a phase is traced: XLA may cut its lazy graph here and run it; nothing elsewhere."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that it was given, and make the calls that `log_later` put off."""
+
+    def log_later(self, fn: Callable[..., None], *tensors: Tensor) -> None:
+        """Call fn with the tensors' values as floats, when reading them no longer stalls the device."""
+        fn(*(t.item() for t in tensors))
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing: the mean over one rank is the gradient itself."""
+        """Replace every gradient by its mean over the ranks, once per optimizer step."""
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:
-        """Return the tensor: one rank."""
+        """Return the sum of a tensor over all ranks, without reading it on the host."""
         return x
 
     def joint_norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The 2-norm of all tensors together."""
+        """The 2-norm of all tensors together, 0-d on the device, over all parts where ranks hold parts of them."""
         return torch.nn.utils.get_total_norm(tensors)
 
     def gather(self, x: Tensor) -> Tensor:
-        """The tensor on the host: it is whole here."""
+        """The tensor on the host, detached, put together where ranks hold parts of it.
+
+        Every rank calls, for the same tensors in the same order, and gets the same.
+        """
         return x.detach().cpu()
 
     def scatter_like(self, whole: Tensor, like: Tensor) -> Tensor:
-        """All of it, on the device."""
+        """Of a whole tensor, the same on every rank, what this rank holds of `like`: in its form and on its device."""
         return whole.to(like.device)
 
     def barrier(self, tag: str) -> None:
-        """Nothing: nobody to wait for."""
+        """Wait for every rank; raises DeviceError, naming the tag and who is missing, after the timeout."""
+        if self.control is not None:
+            self.control.barrier(tag)
 
     def all_equal(self, digest: Callable[[], bytes]) -> bool:
-        """Nobody to disagree with."""
-        return True
+        """Whether the first eight bytes of all ranks' digests are equal; where there is one rank, it is not asked."""
+        return self.control is None or self.control.all_equal(digest())
 
-    def rank_zero_first(self, tag: str) -> contextlib.AbstractContextManager[None]:
-        """Nothing: nobody to wait for."""
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def rank_zero_first(self, tag: str) -> Iterator[None]:
+        """The context in which rank 0 does something before the others do: they wait at the barrier of that name."""
+        if self.rank:
+            self.barrier(tag)
+        yield
+        if not self.rank:
+            self.barrier(tag)
+
+    def save(self, obj: Any, path: Path) -> None:
+        """Write with torch.save, atomically, of CPU copies; every rank calls, rank 0 writes.
+
+        Ranks that trace different graphs would wait for each other's sums, so all of them cut the graph here.
+        """
+        self.mark_step("set-up")  # else each tensor that is still pending is read by a graph of its own
+        self.synchronize()
+        if self.rank == 0:
+            on_cpu = tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, obj)
+            write_atomically(path, lambda stream: torch.save(on_cpu, stream))
+
+    def seed(self, seed: int) -> None:
+        """Start the random numbers of host and device anew."""
+        torch.manual_seed(seed)  # of every eager device
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The context a forward runs in."""
+        if self.precision.compute is self.precision.frozen:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.precision.compute)
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clear the gradients: to None, or to zero tensors where the graph must not change. Also before step 0."""
+        optimizer.zero_grad(set_to_none=True)
 
     def loop(self, body: Body, carry: list[Tensor], xs: list[Tensor], size: int) -> tuple[list[Tensor], list[Tensor]]:
-        """One part after the other."""
+        """Run `body` over parts of `size` rows (see `lean.loops`), compiled once where graphs are compiled."""
         return in_turn(body, carry, xs, size)
 
-    def scalar(self, value: float) -> Tensor:
-        """A float32 number on the device, written there by a kernel: an upload would wait for the device."""
-        return torch.full((), value, dtype=torch.float32, device=self.device)
+    def checkpoint(self, layer: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Run a layer so that backward computes it again instead of keeping its activations."""
+        output: Tensor = checkpoint(layer, *args, use_reentrant=False)
+        return output
+
+    def scan(self, layers: nn.ModuleList, hidden_BTH: Tensor, shared: dict[str, Any]) -> Tensor:
+        """Run equal layers one after the other as one loop on the device, each called with `shared` as keywords.
+
+        Backward keeps of each layer its input alone, as with `checkpoint`. Refused where nothing is compiled.
+        """
+        raise ConfigError(f"scan_layers=True needs torch_xla, but the device is {self.device}; drop --scan-layers.")
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Move a model to the device, frozen parameters in the precision's dtype; parameters and ties are kept."""
+        return model.to(self.device)
 
     def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Move a batch to the device. Only a copy from pinned memory may go on by itself: others lose their source."""
+        """Move a batch to the device. A copy may end later only from pinned memory: others lose their source."""
         on_cuda = self.device.type == "cuda"
         return {name: x.to(self.device, non_blocking=on_cuda and x.is_pinned()) for name, x in batch.items()}
 
     def wrap_loader(self, loader: Iterable[dict[str, Tensor]]) -> Generator[dict[str, Tensor]]:
-        """Yield the batches on the device."""
+        """Yield the loader's batches on the device, in order; when this is closed, nothing reads in the background."""
         return (self.to_device(batch) for batch in loader)
+
+    def scalar(self, value: float) -> Tensor:
+        """A float32 number on the device, as data that may differ at every step."""
+        # written there by a kernel: an upload would wait for the device
+        return torch.full((), value, dtype=torch.float32, device=self.device)
+
+    def memory(self) -> MemoryUse:
+        """Bytes in use."""
+        return device_memory(self.device.type, self.device) or process_memory()
+
+    def metrics(self) -> dict[str, float]:
+        """The device's own counters by name; none on the CPU."""
+        return {}
+
+    def compilations(self) -> Sequence[CompiledGraph]:
+        """The graphs that were compiled so far, in order; none on eager devices."""
+        return ()

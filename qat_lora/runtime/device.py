@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-from qat_lora.runtime.base import MemoryUse
-from qat_lora.runtime.local import process_memory
+from qat_lora.runtime.memory import MemoryUse, device_memory, process_memory
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +51,11 @@ def detect_device_type() -> str:
 
 def is_xla_device(device: torch.device | str) -> bool:
     """Whether a device is one of torch_xla's."""
-    return str(getattr(device, "type", device)).split(":")[0] == "xla"
+    return _kind(device) == "xla"
+
+
+def _kind(device: torch.device | str | None) -> str:
+    return str(getattr(device, "type", device or detect_device_type())).split(":")[0]
 
 
 def xla_mark_step() -> None:
@@ -66,7 +69,7 @@ def xla_mark_step() -> None:
 def clear_memory(device: torch.device | str | None = None) -> None:
     """Free what Python and the device's allocator hold without need."""
     gc.collect()
-    kind = str(getattr(device, "type", device or detect_device_type())).split(":")[0]
+    kind = _kind(device)
     if kind == "cuda" and torch.cuda.is_available():
         torch.cuda.empty_cache()
     elif kind == "mps" and torch.backends.mps.is_available():
@@ -77,28 +80,11 @@ def clear_memory(device: torch.device | str | None = None) -> None:
 
 def log_memory_usage(tag: str = "", device: torch.device | str | None = None) -> MemoryUse:
     """Log the bytes in use, on CUDA and TPU those of the device, else of the process, and return them."""
-    kind = str(getattr(device, "type", device or detect_device_type())).split(":")[0]
-    if kind == "cuda" and torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        use = MemoryUse(total - free, torch.cuda.max_memory_allocated(), total, free)
-    else:
-        use = (_xla_memory() if kind in ("xla", "tpu") else None) or process_memory()
+    kind = _kind(device)
+    use = device_memory(kind) or process_memory()
     gib = 2**30
     log.info("memory %s used %.2f GiB, peak %.2f GiB (%s)", tag, use.used_bytes / gib, use.peak_bytes / gib, kind)
     return use
-
-
-def _xla_memory() -> MemoryUse | None:
-    xm = sys.modules.get("torch_xla.core.xla_model")
-    torch_xla = sys.modules.get("torch_xla")
-    if xm is None or torch_xla is None or not torch_xla._XLAC._xla_runtime_is_initialized():
-        return None
-    try:
-        use = xm.get_memory_info(torch_xla.device())
-    except RuntimeError:  # PJRT's CPU client counts nothing
-        return None
-    used, total = use["bytes_used"], use["bytes_limit"]
-    return MemoryUse(used, use.get("peak_bytes_used", used), total, total - used)
 
 
 def enable_transparent_hugepages() -> bool:

@@ -6,57 +6,45 @@ per optimizer step: for recovery the adapters' alone.
 
 from __future__ import annotations
 
-import atexit
-import datetime
-import gc
 import os
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from qat_lora.errors import DeviceError
-from qat_lora.runtime.base import MemoryUse
+from qat_lora.errors import DeviceError, first_line
 from qat_lora.runtime.local import LocalRuntime
-from qat_lora.runtime.ranks import GlooControl, RankedProcess
+from qat_lora.runtime.memory import MemoryUse
+from qat_lora.runtime.ranks import GlooControl, join
 
 
-class DistributedRuntime(RankedProcess, LocalRuntime):
-    """`Runtime` for one of several ranks; see `qat_lora.runtime.base.Runtime` for what each method promises.
+class DistributedRuntime(LocalRuntime):
+    """`Runtime` for one of several ranks, of the group that torchrun's variables describe.
 
     Attributes:
         reduced_bytes: of gradients that this rank has given to the sums over ranks so far.
     """
 
     def __init__(self, device_type: str, *, dtype: str = "auto", threads: int = 0, barrier_timeout: int = 600) -> None:
-        """Join the group that torchrun's variables describe; on CUDA take the device of the local rank.
-
-        Args:
-            device_type: cpu or cuda.
-            dtype: see `LocalRuntime`.
-            threads: see `LocalRuntime`.
-            barrier_timeout: seconds after which a barrier or a sum over ranks gives up on the others.
-        """
+        """`barrier_timeout`: seconds after which a barrier or a sum over ranks gives up on the others."""
         super().__init__(device_type, dtype=dtype, threads=threads)
         if device_type == "cuda":
             self.device = _own_gpu()
             torch.cuda.set_device(self.device)
-        if not dist.is_initialized():
-            _join(device_type, datetime.timedelta(seconds=barrier_timeout))
+        backend = "nccl" if device_type == "cuda" else "gloo"
+        join(backend, barrier_timeout, remedy="start all of them with torchrun")
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.control = GlooControl(barrier_timeout)
         self.reduced_bytes = 0
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace every gradient by its mean over the ranks: one sum over one buffer per dtype, equal bits on all."""
         self._average([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
 
     def _average(self, grads: Iterable[Tensor]) -> None:
+        """Replace each by its mean over the ranks: one sum over one buffer per dtype, equal bits on all."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for grad in grads:
             by_dtype.setdefault(grad.dtype, []).append(grad)
@@ -69,7 +57,6 @@ class DistributedRuntime(RankedProcess, LocalRuntime):
                 grad.copy_(mean)
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:
-        """Return the sum of a tensor over all ranks; the tensor itself stays as it is."""
         total = x.clone()
         self._sum(total)
         return total
@@ -79,36 +66,17 @@ class DistributedRuntime(RankedProcess, LocalRuntime):
         try:
             dist.all_reduce(x)
         except RuntimeError as error:
-            reason = (str(error).splitlines() or [""])[0][:160]
             raise DeviceError(
-                f"rank {self.rank} lost another rank in a sum over all of them ({reason}); look at their messages "
-                "first; --resume goes on from the last checkpoint."
+                f"rank {self.rank} lost another rank in a sum over all of them ({first_line(error)}); look at their "
+                "messages first; --resume continues from the last checkpoint."
             ) from None
 
     def memory(self) -> MemoryUse:
-        """Bytes in use; of the host's free memory the share of one of the ranks on it."""
+        """Of the host's free memory the share of one of the ranks on it."""
         use = super().memory()
         if self.device.type == "cuda" or use.free_bytes is None:
             return use
         return replace(use, free_bytes=use.free_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-    def save(self, obj: Any, path: Path) -> None:
-        """torch.save on rank 0, atomically; the others hold the same and write nothing."""
-        if self.rank == 0:
-            super().save(obj, path)
-
-
-def _join(device_type: str, timeout: datetime.timedelta) -> None:
-    try:
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timeout)
-    except (RuntimeError, ValueError) as error:
-        reason = (str(error).splitlines() or [""])[0][:160]
-        raise DeviceError(
-            f"rank {os.environ.get('RANK', '?')} of {os.environ.get('WORLD_SIZE', '?')} cannot join the others "
-            f"({reason}); start all of them with torchrun."
-        ) from None
-    if device_type == "cpu":  # NCCL's end waits for ranks that may be dead, and a process may end without it
-        atexit.register(leave)
 
 
 def _own_gpu() -> torch.device:
@@ -120,10 +88,3 @@ def _own_gpu() -> torch.device:
             "processes per node."
         )
     return torch.device("cuda", int(number))
-
-
-def leave() -> None:
-    """Let go of the group; gloo's threads abort a process that ends while they run."""
-    if dist.is_initialized():
-        gc.collect()  # a sharded model holds the group, and lies in cycles
-        dist.destroy_process_group()

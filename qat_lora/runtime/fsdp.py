@@ -24,11 +24,9 @@ log = logging.getLogger(__name__)
 
 
 class FsdpRuntime(DistributedRuntime):
-    """`Runtime` for one of several ranks that share a model; see `qat_lora.runtime.base.Runtime` for the promises.
+    """`Runtime` for one of several ranks that share a model.
 
-    Attributes:
-        reduced_bytes: of gradients that this rank has given to the sums over ranks so far: of each backward the whole
-            gradient, padded to a multiple of the ranks.
+    `reduced_bytes` counts of each backward the whole gradient, padded to a multiple of the ranks.
     """
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -64,23 +62,22 @@ class FsdpRuntime(DistributedRuntime):
         self.reduced_bytes += rows * (p.numel() // p.shape[0]) * p.element_size()
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace every gradient by its mean over the ranks; those of parts are that since their backward."""
+        """Those of parts are means since their backward."""
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
         self._average(grad for grad in grads if grad is not None and not isinstance(grad, DTensor))
 
     def joint_norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The 2-norm of all tensors together, as if put together: one sum over ranks of a number."""
+        """One sum over ranks of a number."""
         parts = [_local(x) for x in tensors if isinstance(x, DTensor)]
         squares = self.all_reduce_sum(super().joint_norm(parts).to(self.device).square())
         others = [x for x in tensors if not isinstance(x, DTensor)]
         return (squares + super().joint_norm(others).to(self.device).square()).sqrt()
 
     def gather(self, x: Tensor) -> Tensor:
-        """The tensor on the host, its parts put together from all ranks."""
         return super().gather(x.full_tensor() if isinstance(x, DTensor) else x)
 
     def scatter_like(self, whole: Tensor, like: Tensor) -> Tensor:
-        """Cut out of a whole tensor what this rank holds of `like`; nothing is sent."""
+        """Nothing is sent."""
         if not isinstance(like, DTensor):
             return super().scatter_like(whole, like)
         whole = whole.to(like.device)

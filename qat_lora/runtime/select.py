@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,7 +40,7 @@ def runtime_for(
     if missing and not place.allow_fallback:
         raise DeviceError(f"--device {kind} is not here: {missing}, or use --device auto.")
     if missing:
-        log.warning("--device %s is not here (%s); going on with the CPU", kind, missing)
+        log.warning("--device %s is not here (%s); continuing on the CPU", kind, missing)
         kind = "cpu"
     if processes != "1" and kind == "mps":
         raise DeviceError(f"WORLD_SIZE={processes} needs --device cpu, cuda or tpu, not {kind}; run without torchrun.")
@@ -50,32 +51,32 @@ def runtime_for(
 
 
 def _start(kind: str, place: PlaceConfig, sync: Sync, shard: Shard, folder: Path | None, *, several: bool) -> Runtime:
+    how: dict[str, Any] = {"dtype": place.dtype}
+    if several:
+        how["barrier_timeout"] = place.barrier_timeout
     if kind == "tpu":
-        return _start_xla(place, sync, shard, None if folder is None else folder / "xla_cache", several=several)
+        how |= {"sync": sync, "cache_dir": folder / "xla_cache" if folder else None}
+        if several:
+            from qat_lora.runtime.xla.chips import ChipsRuntime
+
+            return ChipsRuntime(**how)
+        if shard != "none":
+            from qat_lora.runtime.xla.spmd import SpmdRuntime
+
+            return SpmdRuntime(**how, spreads_model=shard == "spmd")
+        from qat_lora.runtime.xla.device import XlaRuntime
+
+        return XlaRuntime(**how)
+    how["threads"] = place.threads
     if several and shard == "fsdp":
         from qat_lora.runtime.fsdp import FsdpRuntime
 
-        return FsdpRuntime(kind, dtype=place.dtype, threads=place.threads, barrier_timeout=place.barrier_timeout)
+        return FsdpRuntime(kind, **how)
     if several:
         from qat_lora.runtime.distributed import DistributedRuntime
 
-        return DistributedRuntime(kind, dtype=place.dtype, threads=place.threads, barrier_timeout=place.barrier_timeout)
-    return LocalRuntime(kind, dtype=place.dtype, threads=place.threads)
-
-
-def _start_xla(place: PlaceConfig, sync: Sync, shard: Shard, cache_dir: Path | None, *, several: bool) -> Runtime:
-    if several:
-        from qat_lora.runtime.xla.chips import ChipsRuntime
-
-        timeout = place.barrier_timeout
-        return ChipsRuntime(dtype=place.dtype, sync=sync, cache_dir=cache_dir, barrier_timeout=timeout)
-    if shard != "none":
-        from qat_lora.runtime.xla.spmd import SpmdRuntime
-
-        return SpmdRuntime(dtype=place.dtype, sync=sync, cache_dir=cache_dir, spreads_model=shard == "spmd")
-    from qat_lora.runtime.xla.device import XlaRuntime
-
-    return XlaRuntime(dtype=place.dtype, sync=sync, cache_dir=cache_dir)
+        return DistributedRuntime(kind, **how)
+    return LocalRuntime(kind, **how)
 
 
 def _check_shard(shard: Shard, kind: str, processes: str) -> None:

@@ -13,28 +13,27 @@ log = logging.getLogger(__name__)
 
 
 class RecompileHook(Hook):
-    """Counts compilations after the first step of a launch, and stops the run where they are too many.
+    """Counts compilations after the first step of a launch, warns of each, and stops where they are too many.
 
-    The last hook of all, so that whatever the others compile is seen at their own step.
+    The last hook of all, so that whatever the others compile is seen at their own step. Beyond `max_recompiles` the run
+    stops, or never if that is -1.
     """
 
     every = 1
 
     def __init__(self, runtime: Runtime, *, max_recompiles: int) -> None:
-        """Warn at each; stop beyond `max_recompiles`, or never if that is -1."""
-        self._runtime = runtime
-        self._most = max_recompiles
+        self._runtime, self._most = runtime, max_recompiles
+        self._before = self._first_count = self._known = len(runtime.compilations())
         self._first: frozenset[str] | None = None
         self._last: StepInfo | None = None
-        self._before, self._known, self._first_count = runtime.compiled(), 0, 0
 
     def after_step(self, state: TrainState, info: StepInfo) -> None:
         """Compare the number of compilations with the one after the first step."""
         self._last = info
         if self._first is None:
             self._first = signature(state, info)
-            self._known = self._first_count = self._runtime.compiled()
-        reason = self._look(state, info, self._first)
+            self._first_count = self._known = len(self._runtime.compilations())
+        reason = self._look(state)
         if reason and 0 <= self._most < self.after_first_step:
             raise TrainingError(
                 f"{self.after_first_step} compilations after the first step, --max-recompiles allows {self._most}; "
@@ -43,24 +42,22 @@ class RecompileHook(Hook):
 
     def end(self, state: TrainState) -> None:
         """Look once more, after the last evaluation and the last checkpoint; there is nothing left to stop."""
-        if self._first is not None and self._last is not None:
-            self._look(state, self._last, self._first)
+        self._look(state)
 
-    def _look(self, state: TrainState, info: StepInfo, first: frozenset[str]) -> str:
+    def _look(self, state: TrainState) -> str:
         """Warn of compilations since the last look, and say what they differ in; empty where there were none."""
-        compiled, known = self._runtime.compiled(), self._known
-        if compiled == known:
-            return ""
-        self._known = compiled
         graphs = self._runtime.compilations()
-        reason = difference(first, signature(state, info), graphs[: self._first_count], graphs[known:])
-        log.warning("step %d compiled %d graph(s) again: %s", info.step, compiled - known, reason)
+        if self._first is None or self._last is None or len(graphs) == self._known:
+            return ""
+        late, self._known = graphs[self._known :], len(graphs)
+        reason = difference(self._first, signature(state, self._last), graphs[: self._first_count], late)
+        log.warning("step %d compiled %d graph(s) again: %s", self._last.step, len(late), reason)
         return reason
 
     @property
     def after_first_step(self) -> int:
         """Compilations since the first step of this launch was done."""
-        return self._runtime.compiled() - self._first_count if self._first is not None else 0
+        return len(self._runtime.compilations()) - self._first_count if self._first is not None else 0
 
     def summary(self) -> dict[str, int]:
         """What summary.json holds of a lazy device: programs since this hook was made, and those after step 1."""

@@ -79,15 +79,15 @@ def host_reads(runtime: Runtime) -> list[float]:
 
     found: list[float] = []
     logged = [0.0]
-    step, call = loop.train_step, device._call
+    step, call = loop.train_step, device.XlaRuntime._make_calls
 
     def reads() -> float:
         metrics = runtime.metrics()
         return metrics.get("aten::_local_scalar_dense", 0) + metrics.get("TransferFromDeviceTime.count", 0)
 
-    def counted_call(due: Any) -> None:
+    def counted_call(runtime: Runtime) -> None:
         before = reads()
-        call(due)
+        call(runtime)
         logged[0] += reads() - before
 
     def counted_step(*given: Any) -> Any:
@@ -96,7 +96,7 @@ def host_reads(runtime: Runtime) -> list[float]:
         found.append(reads() - before - logged[0])
         return info
 
-    loop.train_step, device._call = counted_step, counted_call
+    loop.train_step, device.XlaRuntime._make_calls = counted_step, counted_call
     return found
 
 

@@ -93,7 +93,7 @@ def test_a_rank_that_is_gone_in_the_middle_of_a_sum_is_told_of(tmp_path) -> None
     forked_in(2, tmp_path, "lost")
     (error,) = [each["error"] for each in found_in(tmp_path)]
     assert error.startswith("DeviceError: rank 0 lost another rank in a sum over all of them (")
-    assert error.endswith("look at their messages first; --resume goes on from the last checkpoint.")
+    assert error.endswith("look at their messages first; --resume continues from the last checkpoint.")
 
 
 def test_a_killed_rank_ends_the_job_and_the_run_goes_on_with_as_many_ranks_or_one(

@@ -13,8 +13,7 @@ import pytest
 from qat_lora.config import Sync
 from qat_lora.runtime.base import CompiledGraph, Phase
 from qat_lora.runtime.xla import graphs
-from qat_lora.runtime.xla.graphs import compile_log, cuts, parse_compilations
-from qat_lora.runtime.xla.phases import PhaseLog
+from qat_lora.runtime.xla.graphs import _EXPECTATION, Compilations, compile_log, cuts, parse_compilations
 
 ALWAYS = {"set-up", "anchor rows", "evaluation", "cache"}
 ACTS = {"anchor forward", "forward", "anchor backward", "backward"}
@@ -157,11 +156,12 @@ def test_a_file_beside_a_level_of_0_is_never_written_and_so_never_read(at_exit) 
 
 
 def messages(caplog) -> list[str]:
-    return [record.getMessage() for record in caplog.records]
+    """What is said of graphs; what is to be expected of them has a test of its own."""
+    return [record.getMessage() for record in caplog.records if record.getMessage() != _EXPECTATION]
 
 
-def enter(phases: PhaseLog, phase: Phase, compiles=lambda: None) -> bool:
-    with phases.entry(phase) as first_time:
+def enter(phases: Compilations, phase: Phase, compiles=lambda: None) -> bool:
+    with phases.at(phase) as first_time:
         compiles()
     return first_time
 
@@ -172,7 +172,7 @@ def test_each_phase_is_announced_once_and_its_compilations_are_counted(caplog) -
     def compiles(graphs: int):
         return lambda: count.__setitem__(0, count[0] + graphs)
 
-    phases = PhaseLog(lambda: count[0], expectation="")
+    phases = Compilations(lambda: count[0], None)
     with caplog.at_level(logging.INFO):
         assert enter(phases, "forward", compiles(1))
         assert enter(phases, "backward", compiles(2))
@@ -187,26 +187,26 @@ def test_each_phase_is_announced_once_and_its_compilations_are_counted(caplog) -
 
 
 def test_the_announcement_comes_before_the_wait(caplog) -> None:
-    phases = PhaseLog(lambda: 0, expectation="")
-    with caplog.at_level(logging.INFO), phases.entry("optimizer"):
+    phases = Compilations(lambda: 0, None)
+    with caplog.at_level(logging.INFO), phases.at("optimizer"):
         assert messages(caplog) == ["compiling the optimizer graph ..."]
 
 
 def test_what_to_expect_is_said_once_before_the_first_graph_of_a_step(caplog) -> None:
-    phases = PhaseLog(lambda: 0, expectation="it takes a while")
+    phases = Compilations(lambda: 0, None)
     with caplog.at_level(logging.INFO):
         for phase in ("set-up", "anchor rows", "cache", "evaluation"):
             enter(phases, phase)
-        assert "it takes a while" not in messages(caplog)
+        assert _EXPECTATION not in caplog.text
         for phase in ("counts", "forward", "backward", "optimizer"):
             enter(phases, phase)
-    said = messages(caplog)
-    assert said.count("it takes a while") == 1
-    assert said.index("it takes a while") + 1 == said.index("compiling the counts graph ...")
+    said = [record.getMessage() for record in caplog.records]
+    assert said.count(_EXPECTATION) == 1
+    assert said.index(_EXPECTATION) + 1 == said.index("compiling the counts graph ...")
 
 
 def test_a_phase_that_fails_is_not_announced_as_done(caplog) -> None:
-    phases = PhaseLog(lambda: 0, expectation="")
+    phases = Compilations(lambda: 0, None)
     with caplog.at_level(logging.INFO), contextlib.suppress(ZeroDivisionError):
         enter(phases, "forward", lambda: 1 / 0)
     assert messages(caplog) == ["compiling the forward graph ..."]
@@ -217,3 +217,18 @@ def test_a_hash_is_whole_where_torch_xla_leaves_out_its_leading_zeros() -> None:
         "Compilation Analysis: Compilation Cause\nCompilation Analysis:   Graph Hash: e0b183f220f11d155665917c1e6b7cd\n"
     )
     assert parse_compilations(text)[0].hash == "0e0b183f220f11d155665917c1e6b7cd"
+
+
+def test_what_was_compiled_is_told_by_phase_with_as_many_records_as_there_are(tmp_path) -> None:
+    """Three compilations, of which the log has the last two: one before a cut, one at it, one by a host read after."""
+    count, path = [1], tmp_path / "log.txt"
+    graphs = Compilations(lambda: count[0], path)
+    path.write_text("")
+    assert [graph.phase for graph in graphs.all()] == [""], "before this runtime"
+    enter(graphs, "forward", lambda: count.__setitem__(0, 2))
+    count[0] = 3
+    path.write_text("".join(f"Compilation Analysis: Compilation Cause\nGraph Hash: {name}\n" for name in "ab"))
+    found = [(graph.phase, graph.hash[-1:]) for graph in graphs.all()]
+    assert found == [("", ""), ("forward", "a"), ("a host read", "b")]
+    path.write_text("")
+    assert graphs.all()[1].hash, "it is not read again where nothing was compiled"

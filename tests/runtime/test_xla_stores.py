@@ -36,7 +36,7 @@ def build(teacher: str, text: str, folder: str) -> dict[str, Any]:
     runtime, compiled = runtime_for(place), []
     for output, rows in ((f"{folder}.few", 8), (folder, 0)):
         commands.cache(cache_run(Path(teacher), Path(text), Path(output), place=place, max_rows=rows, **STORE))
-        compiled.append(runtime.compiled())
+        compiled.append(len(runtime.compilations()))
     return {"compiled": compiled}
 
 

@@ -46,7 +46,7 @@ def waiting() -> Iterator[None]:
 
 
 class ThreadControl:
-    """`Control` between threads."""
+    """`GlooControl` between threads."""
 
     def __init__(self, world_size: int) -> None:
         self._barrier = threading.Barrier(world_size)
@@ -82,9 +82,7 @@ class ThreadRank(ChipsRuntime):
 
     def synchronize(self) -> None:
         self._wait()
-        due, self._later = self._later, []
-        for fn, tensors in due:
-            fn(*(t.item() for t in tensors))
+        self._make_calls()
 
     def wrap_loader(self, loader):
         return (self.to_device(batch) for batch in loader)  # torch_xla's own cuts the graph by itself

@@ -42,9 +42,6 @@ class Lazy(LocalRuntime):
         self.shape = tuple(batch["input_ids"].shape)
         return batch
 
-    def compiled(self) -> int:
-        return len(self.graphs)
-
     def compilations(self):
         return list(self.graphs)
 

@@ -6,28 +6,22 @@ gradient of what is trained, once per optimizer step.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import datetime
 import logging
 import os
 import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from qat_lora.config import Sync
 from qat_lora.errors import ConfigError, DeviceError
-from qat_lora.runtime.distributed import leave
-from qat_lora.runtime.ranks import Control, GlooControl, RankedProcess
+from qat_lora.runtime.ranks import GlooControl, join
 from qat_lora.runtime.xla.device import CHIPS_VARIABLE, XlaRuntime, why_absent
 
 # Parts of a host's chips that are a mesh of their own (chip n of a host is process n), as torch_xla reads them.
@@ -39,8 +33,8 @@ _LIMITING = (
 )
 
 
-class ChipsRuntime(RankedProcess, XlaRuntime):
-    """`Runtime` for one of several chips; see `qat_lora.runtime.base.Runtime` for what each method promises.
+class ChipsRuntime(XlaRuntime):
+    """`Runtime` for one of several chips: an `XlaRuntime` that has found the others.
 
     Attributes:
         reduced_bytes: of gradients that this rank has given to the sums over ranks so far.
@@ -49,14 +43,7 @@ class ChipsRuntime(RankedProcess, XlaRuntime):
     def __init__(
         self, *, dtype: str = "auto", sync: Sync = "phase", cache_dir: Path | None = None, barrier_timeout: int = 600
     ) -> None:
-        """Take the chip of this process and find the others.
-
-        Args:
-            dtype: see `XlaRuntime`.
-            sync: see `XlaRuntime`.
-            cache_dir: see `XlaRuntime`.
-            barrier_timeout: seconds after which a barrier gives up on the others.
-        """
+        """`barrier_timeout`: seconds after which a barrier gives up on the others."""
         super().__init__(dtype=dtype, sync=sync, cache_dir=cache_dir)
         expected = int(os.environ.get("WORLD_SIZE", self.world_size))
         if self.world_size != expected:
@@ -67,27 +54,18 @@ class ChipsRuntime(RankedProcess, XlaRuntime):
         self.control = self._joined(barrier_timeout)
         self.reduced_bytes = 0
 
-    def _joined(self, barrier_timeout: int) -> Control:
+    def _joined(self, barrier_timeout: int) -> GlooControl:
         """Gloo between the hosts' processes: torch_xla's own rendezvous waits for ever, and names nobody."""
-        if not dist.is_initialized():
-            try:
-                timeout = datetime.timedelta(seconds=barrier_timeout)
-                dist.init_process_group("gloo", init_method="xla://", timeout=timeout)
-            except (RuntimeError, ValueError) as error:
-                reason = (str(error).splitlines() or [""])[0][:160]
-                raise DeviceError(
-                    f"rank {self.rank} of {self.world_size} cannot meet the others ({reason}); look at their messages "
-                    "first, or give another MASTER_PORT."
-                ) from None
-            atexit.register(leave)
+        remedy = "look at their messages first, or give another MASTER_PORT"
+        join("gloo", barrier_timeout, init_method="xla://", remedy=remedy)
         return GlooControl(barrier_timeout)
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace every gradient by its mean over the ranks, once per optimizer step.
+        """The sum is in place, of clones.
 
-        The sum is in place. Where several backward passes have added to a gradient, that of a Linear's weight is a
-        view, and torch_xla 2.9 forgets the sum as soon as the view is made anew, when it is clipped, say: each rank
-        would silently go on with its own gradient. A clone is no view.
+        Where several backward passes have added to a gradient, that of a Linear's weight is a view, and torch_xla 2.9
+        forgets the sum as soon as the view is made anew, when it is clipped, say: each rank would silently continue
+        with its own gradient. A clone is no view.
         """
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -97,18 +75,9 @@ class ChipsRuntime(RankedProcess, XlaRuntime):
         self._xm.reduce_gradients(optimizer)
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:
-        """Return the sum of a tensor over all ranks, as part of the graph."""
         # with the group named, torch_xla orders it before and after the other sums of a graph, on all ranks alike
         total: Tensor = self._xm.all_reduce(self._xm.REDUCE_SUM, x, groups=[list(range(self.world_size))])
         return total
-
-    def save(self, obj: Any, path: Path) -> None:
-        """torch.save on rank 0, atomically, of CPU copies; the others hold the same and write nothing."""
-        if self.rank == 0:
-            super().save(obj, path)
-        else:  # as rank 0 does: where ranks trace different graphs, their sums do not meet
-            self.mark_step("set-up")
-            self.synchronize()
 
 
 def launch(main: Callable[[list[str]], int], argv: list[str], *, chips: int) -> int:
@@ -130,22 +99,36 @@ def launch(main: Callable[[list[str]], int], argv: list[str], *, chips: int) -> 
             "started some; run without torchrun."
         )
     count, settings = _limits(chips)
-    with _environment(settings | _meeting_point()):
-        if count == 1:
-            return main(argv)
-        ranks = start_processes(_run_rank, (count, main, argv), count, join=False, start_method="spawn")
-        with _ending_together(ranks.processes):
-            try:
-                while not ranks.join():
-                    pass
-            except ProcessRaisedException as error:
-                print(error, file=sys.stderr)
-                return 1
-            except ProcessExitedException as error:
-                how = error.signal_name or f"code {error.exit_code}"
-                print(f"qat-lora: rank {error.error_index} ended with {how}, so the others were ended", file=sys.stderr)
-                return error.exit_code if error.exit_code > 0 else 1
+    os.environ |= settings | _meeting_point()
+    if count == 1:
+        return main(argv)
+    ranks = start_processes(_run_rank, (count, main, argv), count, join=False, start_method="spawn")
+    _end_with_us(ranks.processes)
+    try:
+        while not ranks.join():
+            pass
+    except ProcessRaisedException as error:
+        print(error, file=sys.stderr)
+        return 1
+    except ProcessExitedException as error:
+        how = error.signal_name or f"code {error.exit_code}"
+        print(f"qat-lora: rank {error.error_index} ended with {how}, so the others were ended", file=sys.stderr)
+        return error.exit_code if error.exit_code > 0 else 1
     return 0
+
+
+def _end_with_us(processes: Sequence[Any]) -> None:
+    """Let an interruption or termination of this process end the ranks; a rank in a sum would listen to nobody."""
+
+    def end(number: int, frame: Any) -> None:
+        for process in processes:
+            process.kill()
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        os._exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
 
 
 def _run_rank(process: int, count: int, main: Callable[[list[str]], int], argv: list[str]) -> None:
@@ -170,9 +153,9 @@ def _run_rank(process: int, count: int, main: Callable[[list[str]], int], argv: 
 
 
 def _limits(chips: int) -> tuple[int, dict[str, str]]:
-    """How many processes to start, and the environment that limits torch_xla to them, which is printed.
+    """How many processes to start, and the variables that limit torch_xla to them, which are printed.
 
-    It knows TPU_NUM_DEVICES by name alone, and ``xmp.spawn`` takes None or 1: what it reads are the bounds.
+    It reads neither TPU_NUM_DEVICES nor a number given to ``xmp.spawn`` other than 1, but the bounds.
     """
     from torch_xla._internal import tpu
 
@@ -233,46 +216,9 @@ def _chips_named(chips: int) -> int:
 
 
 def _meeting_point() -> dict[str, str]:
-    """Where the ranks of this host find each other; those of several hosts keep to the port that torch_xla knows."""
+    """Where the ranks of this host find each other; those of several hosts use the port that torch_xla knows."""
     if "MASTER_PORT" in os.environ or _is_one_of_several_hosts():
         return {}
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return {"MASTER_PORT": str(probe.getsockname()[1])}
-
-
-@contextlib.contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for what is started within the block."""
-    earlier = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in earlier.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _ending_together(processes: Sequence[Any]) -> Iterator[None]:
-    """End the ranks when we are interrupted or terminated; a rank in a sum would listen to nobody."""
-
-    def end(number: int, frame: Any) -> None:
-        for process in processes:
-            process.kill()
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        os._exit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's alone
-        yield
-        return
-    earlier = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)

@@ -7,30 +7,25 @@ changes from step to step comes in as data, and nothing reads a value in the mid
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from qat_lora.config import Sync
-from qat_lora.errors import DeviceError
-from qat_lora.files import write_atomically
+from qat_lora.errors import DeviceError, first_line
 from qat_lora.models.lean import static_graph
 from qat_lora.models.lean.loops import Body, in_turn
-from qat_lora.runtime.base import CompiledGraph, MemoryUse, Phase, SingleProcess
+from qat_lora.runtime.base import CompiledGraph, Phase, Runtime
 from qat_lora.runtime.device import enable_transparent_hugepages, is_tpu_available
-from qat_lora.runtime.local import process_memory
+from qat_lora.runtime.memory import MemoryUse, device_memory, process_memory
 from qat_lora.runtime.precision import lower_frozen, precision_for
-from qat_lora.runtime.xla.graphs import compile_log, cuts, parse_compilations
-from qat_lora.runtime.xla.phases import PhaseLog
+from qat_lora.runtime.xla.graphs import Compilations, compile_log, cuts
 from qat_lora.runtime.xla.scan import Step, as_numbers, scan_layers
 
 log = logging.getLogger(__name__)
@@ -38,10 +33,6 @@ log = logging.getLogger(__name__)
 CACHE_VARIABLE = "QAT_LORA_XLA_CACHE"
 CHIPS_VARIABLE = "TPU_NUM_DEVICES"  # torch_xla names it and reads it nowhere
 _BATCHES_AHEAD = 4  # read and uploaded while the device works
-_EXPECTATION = (
-    "the first step compiles its graphs, minutes for a large model, and prints nothing meanwhile; later steps, and "
-    "later launches where the compilation cache is on, do not"
-)
 
 
 def why_absent() -> str:
@@ -55,22 +46,21 @@ def why_absent() -> str:
     return ""
 
 
-class XlaRuntime(SingleProcess):
-    """`Runtime` for one XLA device; see `qat_lora.runtime.base.Runtime` for what each method promises."""
+class XlaRuntime(Runtime):
+    """`Runtime` for one XLA device.
+
+    Args:
+        dtype: auto, fp32 or bf16.
+        sync: see `ExecutionConfig`.
+        cache_dir: where compiled programs are kept, one folder per rank; the environment's QAT_LORA_XLA_CACHE goes
+            before it. Without the variable only a TPU keeps them: PJRT's CPU client cannot read them back.
+    """
 
     static_graph = True
     _input_sharding: Any = None
 
     def __init__(self, *, dtype: str = "auto", sync: Sync = "phase", cache_dir: Path | None = None) -> None:
-        """Take the device that torch_xla offers.
-
-        Args:
-            dtype: auto, fp32 or bf16.
-            sync: see `ExecutionConfig`.
-            cache_dir: where compiled programs are kept, one folder per rank; the environment's QAT_LORA_XLA_CACHE
-                goes before it. Without the variable only a TPU keeps them: PJRT's CPU client cannot read them back.
-        """
-        self._compile_log = compile_log(os.environ)
+        log_path = compile_log(os.environ)
         enable_transparent_hugepages()
         import torch_xla
         import torch_xla.core.xla_model as xm
@@ -84,29 +74,29 @@ class XlaRuntime(SingleProcess):
         # still alive when the graph is cut becomes an output of it, so the graphs would depend on timing.
         torch.autograd.set_multithreading_enabled(False)
         self._xla, self._xm, self._metrics = torch_xla, xm, metrics
-        self._is_tpu = is_tpu = xr.device_type() == "TPU"
-        self.rank, self.world_size = xr.global_ordinal(), xr.world_size()
-        self.sync, self.cache_dir = sync, _cache_folder(cache_dir if is_tpu else None, self.rank)
-        if self.cache_dir is not None and torch_xla._XLAC._xla_computation_cache_is_initialized():
-            log.info("compiled programs are kept where this process began, not in %s", self.cache_dir)
-        elif self.cache_dir is not None:
-            xr.initialize_cache(str(self.cache_dir), readonly=False)
+        self._is_tpu = xr.device_type() == "TPU"
+        self.rank, self.world_size, self.sync = xr.global_ordinal(), xr.world_size(), sync
+        kept_in = os.environ.get(CACHE_VARIABLE) or (cache_dir if self._is_tpu else None)
+        if kept_in and torch_xla._XLAC._xla_computation_cache_is_initialized():
+            log.info("compiled programs are kept where this process began, not in %s", kept_in)
+        elif kept_in:
+            xr.initialize_cache(str(Path(kept_in) / f"rank{self.rank}"), readonly=False)
         try:
             self.device = torch_xla.device()
         except (RuntimeError, OSError) as error:
-            reason = (str(error).splitlines() or [""])[0][:160]
             raise DeviceError(
-                f"the XLA device cannot be started ({reason}); end other processes that hold it."
+                f"the XLA device cannot be started ({first_line(error)}); end other processes that hold it."
             ) from None
-        self.precision = precision_for("tpu" if is_tpu else "xla", dtype)
+        self.precision = precision_for("tpu" if self._is_tpu else "xla", dtype)
         # a TPU multiplies float32 in one pass of bf16 unless it is told otherwise
         wanted = "highest" if self.precision.compute is torch.float32 else "default"
         if get_mat_mul_precision() != wanted:
-            with _quiet("torch_xla.backends"):  # it warns of setting this twice at the first time, too
-                set_mat_mul_precision(wanted)
-        self._phase_log = PhaseLog(self.compiled, expectation=_EXPECTATION)
+            # it warns of setting this twice at the first time, too
+            logging.getLogger("torch_xla.backends").setLevel(logging.ERROR)
+            set_mat_mul_precision(wanted)
+        # found neither in memory nor, where there is one, in the cache on disk
+        self._compilations = Compilations(lambda: int(metrics.counter_value("UncachedCompile") or 0), log_path)
         self._later: list[tuple[Callable[..., None], tuple[Tensor, ...]]] = []
-        self._phase_of: list[str] = [""] * self.compiled()
 
     def _configure(self) -> None:
         """What must be said to torch_xla before its first computation: nothing for one device."""
@@ -115,12 +105,10 @@ class XlaRuntime(SingleProcess):
         """Cut the lazy graph where `sync` has a cut and start its execution; wait for a phase's first time."""
         if not cuts(self.sync, phase):
             return
-        due, self._later = (self._later, []) if phase in ("optimizer", "evaluation", "set-up") else ([], self._later)
-        self._note_compilations("a host read")
-        with self._phase_log.entry(phase) as first_time:
+        with self._compilations.at(phase) as first_time:
             self._execute(wait=first_time)
-        self._note_compilations(phase)
-        _call(due)
+        if phase in ("optimizer", "evaluation", "set-up"):
+            self._make_calls()
 
     def _execute(self, *, wait: bool) -> None:
         """Compile what is pending, where that was not done before, and start it."""
@@ -129,37 +117,32 @@ class XlaRuntime(SingleProcess):
             self._xm.wait_device_ops()
 
     def synchronize(self) -> None:
-        """Wait until all is done that was cut, and make the calls that were put off."""
         self._xm.wait_device_ops()
-        due, self._later = self._later, []
-        _call(due)
+        self._make_calls()
 
-    def save(self, obj: Any, path: Path) -> None:
-        """torch.save, atomically, of CPU copies."""
-        self.mark_step("set-up")  # else each tensor that is still pending is read by a graph of its own
-        self.synchronize()
-        on_cpu = tree_map(_on_cpu, obj)
-        write_atomically(path, lambda stream: torch.save(on_cpu, stream))
+    def log_later(self, fn: Callable[..., None], *tensors: Tensor) -> None:
+        """Call at the next step's end, at an evaluation, or before a save: the device is past the values by then."""
+        self._later.append((fn, tensors))
+
+    def _make_calls(self) -> None:
+        due, self._later = self._later, []
+        for fn, tensors in due:
+            super().log_later(fn, *tensors)
 
     def scalar(self, value: float) -> Tensor:
-        """A float32 number on the device.
+        """It goes up as a vector of one.
 
-        It goes up as a vector of one: XLA takes scalars that were uploaded with equal values for one input, and 0 and
-        1 for constants, so that a number which changes would change the graph.
+        XLA takes scalars that were uploaded with equal values for one input, and 0 and 1 for constants, so that a
+        number which changes would change the graph.
         """
         return torch.tensor([value], dtype=torch.float32).to(self.device).squeeze(0)
 
     def seed(self, seed: int) -> None:
-        """Start the random numbers of host and device anew; the device takes its seed as data."""
         super().seed(seed)
-        self._xm.set_rng_state(seed)
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Nothing: bf16 is native here, the model itself lies in it."""
-        return contextlib.nullcontext()
+        self._xm.set_rng_state(seed)  # which the device takes as data
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set the gradients to zero tensors; the first time, let all else be as after a step, too.
+        """Set them to zero tensors; the first time, let all else be as after a step, too.
 
         A tensor that was changed in place is traced otherwise than one that never was, and scalars that were uploaded
         with equal values are one input until they are computed.
@@ -197,7 +180,7 @@ class XlaRuntime(SingleProcess):
         return last, [self._join_rows(output) for output in outputs]
 
     def _rows_per_turn(self, rows: int, size: int) -> int:
-        """How many rows a turn of a loop takes; all where their number does not divide well, which is traced apart."""
+        """How many rows a turn of a loop takes; all where their number does not divide well."""
         part = next(length for length in range(min(size, rows), 0, -1) if rows % length == 0)
         return rows if part < size // 4 else part
 
@@ -206,11 +189,10 @@ class XlaRuntime(SingleProcess):
         return x.unflatten(0, (-1, part))
 
     def _join_rows(self, x: Tensor) -> Tensor:
-        """The way back."""
+        """[turns, part, ...] -> [rows, ...]."""
         return x.flatten(0, 1)
 
     def scan(self, layers: nn.ModuleList, hidden_BTH: Tensor, shared: dict[str, Any]) -> Tensor:
-        """A loop of the device; each layer's input is kept for backward and the rest computed again."""
         return scan_layers(list(layers), hidden_BTH, shared, self._device_loop)
 
     @torch.no_grad()
@@ -223,7 +205,7 @@ class XlaRuntime(SingleProcess):
         return list(last), list(outputs)
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Move a model to the device; `.to` alone would make other parameters and untie those that are tied."""
+        """As promised: `.to` alone would make other parameters and untie those that are tied."""
         lower_frozen(model, self.precision.frozen)
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
@@ -255,18 +237,8 @@ class XlaRuntime(SingleProcess):
             parallel.close()
 
     def memory(self) -> MemoryUse:
-        """HBM of the chip; resident memory of the process where the device is the host's."""
-        try:
-            use = self._xm.get_memory_info(self.device)
-        except RuntimeError:  # PJRT's CPU client, and the device that stands for all chips under GSPMD
-            # of a chip that is not counted nothing is known to be free
-            return MemoryUse(0, 0, 0, free_bytes=0) if self._is_tpu else process_memory()
-        used, total = use["bytes_used"], use["bytes_limit"]
-        return MemoryUse(used, use.get("peak_bytes_used", used), total, total - used)
-
-    def log_later(self, fn: Callable[..., None], *tensors: Tensor) -> None:
-        """Call at the next step's end, at an evaluation, or before a save: the device is past the values by then."""
-        self._later.append((fn, tensors))
+        # of a chip that is not counted nothing is known to be free
+        return device_memory("xla") or (MemoryUse(0, 0, 0, free_bytes=0) if self._is_tpu else process_memory())
 
     def metrics(self) -> dict[str, float]:
         """torch_xla's counters, and the totals of its timers and sizes."""
@@ -277,37 +249,8 @@ class XlaRuntime(SingleProcess):
                 found[f"{name}.count"], found[f"{name}.total"] = float(data[0]), float(data[1])
         return found
 
-    def compiled(self) -> int:
-        """How many graphs were found neither in memory nor, where there is one, in the cache on disk."""
-        return int(self._metrics.counter_value("UncachedCompile") or 0)
-
     def compilations(self) -> Sequence[CompiledGraph]:
-        """What was compiled so far; without a compile log the number and the phases are known, but no more."""
-        self._note_compilations("a host read")
-        known = [CompiledGraph("")] * len(self._phase_of)
-        if self._compile_log is not None:
-            records = parse_compilations(self._compile_log.read_text(errors="replace"))[-len(known) :] if known else []
-            known[len(known) - len(records) :] = records
-        return [replace(graph, phase=phase) for graph, phase in zip(known, self._phase_of, strict=True)]
-
-    def _note_compilations(self, phase: str) -> None:
-        self._phase_of += [phase] * (self.compiled() - len(self._phase_of))
-
-
-@contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = disabled
-
-
-def _cache_folder(folder: Path | None, rank: int) -> Path | None:
-    named = os.environ.get(CACHE_VARIABLE)
-    root = Path(named) if named else folder
-    return None if root is None else root / f"rank{rank}"
+        return self._compilations.all()
 
 
 def _noting(loader: Iterable[dict[str, Tensor]], failures: list[BaseException]) -> Iterator[dict[str, Tensor]]:
@@ -315,12 +258,3 @@ def _noting(loader: Iterable[dict[str, Tensor]], failures: list[BaseException]) 
         yield from loader
     except Exception as error:
         failures.append(error)
-
-
-def _call(due: list[tuple[Callable[..., None], tuple[Tensor, ...]]]) -> None:
-    for fn, tensors in due:
-        fn(*(t.item() for t in tensors))
-
-
-def _on_cpu(leaf: Any) -> Any:
-    return leaf.cpu() if isinstance(leaf, Tensor) else leaf

@@ -1,4 +1,4 @@
-"""What torch_xla says about its compilations, read from the file that it writes them to; and where the graph is cut.
+"""Where the lazy graph is cut, and what is compiled there.
 
 Knows torch_xla's words (``PT_XLA_DEBUG_LEVEL=1`` with ``PT_XLA_DEBUG_FILE``) and nothing else of it: one record per
 compilation, at no cost to a step that compiles nothing.
@@ -7,9 +7,13 @@ compilation, at no cost to a step that compiles nothing.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import logging
 import re
 import tempfile
-from collections.abc import MutableMapping
+import time
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import replace
 from pathlib import Path
 
 from qat_lora.config import Sync
@@ -25,6 +29,12 @@ _CUTS: dict[Sync, frozenset[str]] = {
     "optimizer": frozenset(("optimizer",)),
 }
 
+log = logging.getLogger(__name__)
+
+_EXPECTATION = (
+    "the first step compiles its graphs, minutes for a large model, and prints nothing meanwhile; later steps, and "
+    "later launches where the compilation cache is on, do not"
+)
 _LEVEL, _FILE = "PT_XLA_DEBUG_LEVEL", "PT_XLA_DEBUG_FILE"
 _BYTES = {
     "argument": "Graph input size",
@@ -38,6 +48,54 @@ _BYTES = {
 def cuts(sync: Sync, phase: Phase) -> bool:
     """Whether the graph is cut after a phase."""
     return phase not in _STEP_PHASES or phase in _CUTS[sync]
+
+
+class Compilations:
+    """Every compilation of a process: at which cut it was, and what torch_xla wrote about it.
+
+    A first run is told which graph is being compiled, how long it took, and what to expect of the first training step.
+
+    Args:
+        count: how many compilations there were so far.
+        log_path: the compile log; without one the number and the phases are known, but no more.
+    """
+
+    def __init__(self, count: Callable[[], int], log_path: Path | None) -> None:
+        self._count, self._log_path = count, log_path
+        self._phases = [""] * count()
+        self._graphs: list[CompiledGraph] = []
+        self._cut: set[str] = set()
+
+    @contextlib.contextmanager
+    def at(self, phase: Phase) -> Iterator[bool]:
+        """Cut a phase in the block; yield whether this is its first time, when the device should be waited for."""
+        self._note("a host read")
+        is_first = phase not in self._cut
+        if is_first:
+            if phase in _STEP_PHASES and not self._cut & _STEP_PHASES:
+                log.info(_EXPECTATION)
+            self._cut.add(phase)
+            before, started = self._count(), time.perf_counter()
+            log.info("compiling the %s graph ...", phase)
+        yield is_first
+        if is_first:
+            compiled, seconds = self._count() - before, time.perf_counter() - started
+            log.info("%s: %.1f s, %d graph%s compiled", phase, seconds, compiled, "" if compiled == 1 else "s")
+        self._note(phase)
+
+    def _note(self, phase: str) -> None:
+        """Say that what was compiled since the last note was compiled at this phase."""
+        self._phases += [phase] * (self._count() - len(self._phases))
+
+    def all(self) -> list[CompiledGraph]:
+        """All so far, in order. The log is read where something was compiled since it was read last."""
+        self._note("a host read")
+        if len(self._graphs) != len(self._phases):
+            records = parse_compilations(self._log_path.read_text(errors="replace")) if self._log_path else []
+            blank = [CompiledGraph("")] * len(self._phases)
+            known = [*blank, *records][-len(blank) :]
+            self._graphs = [replace(graph, phase=phase) for graph, phase in zip(known, self._phases, strict=True)]
+        return self._graphs
 
 
 def compile_log(environment: MutableMapping[str, str]) -> Path | None:

@@ -24,24 +24,14 @@ _AXIS = "chip"  # the one axis of the mesh
 
 
 class SpmdRuntime(XlaRuntime):
-    """`Runtime` for all devices of a host as one; see `qat_lora.runtime.base.Runtime` for what each method promises."""
+    """`Runtime` for all devices of a host as one: an `XlaRuntime`.
+
+    `spreads_model` says whether the model is divided among the devices, or lies on each of them.
+    """
 
     def __init__(
-        self,
-        *,
-        dtype: str = "auto",
-        sync: Sync = "phase",
-        cache_dir: Path | None = None,
-        spreads_model: bool = True,
+        self, *, dtype: str = "auto", sync: Sync = "phase", cache_dir: Path | None = None, spreads_model: bool = True
     ) -> None:
-        """Take all devices that torch_xla offers.
-
-        Args:
-            dtype: see `XlaRuntime`.
-            sync: see `XlaRuntime`.
-            cache_dir: see `XlaRuntime`.
-            spreads_model: whether the model is divided among the devices, or lies on each of them.
-        """
         super().__init__(dtype=dtype, sync=sync, cache_dir=cache_dir)
         self._spreads_model = spreads_model
         self._mesh = self._spmd.Mesh(np.arange(self.devices), (self.devices,), (_AXIS,))
@@ -66,11 +56,11 @@ class SpmdRuntime(XlaRuntime):
             )
 
     def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Move a batch to the devices, divided by rows where these can be divided."""
+        """Divided by rows where these can be divided."""
         return {name: self._by_rows(x) for name, x in super().to_device(batch).items()}
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Move a model to the devices and mark how it lies on them; what leaves a layer is divided by rows."""
+        """Mark how it lies on the devices, too; what leaves a layer is divided by rows."""
         super().place(model)
         for tensor in (*model.parameters(), *model.buffers()):
             self._spread(tensor)
@@ -80,7 +70,7 @@ class SpmdRuntime(XlaRuntime):
         return model
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set the gradients to zero tensors; the first time, mark them and the optimizer's moments like the weights."""
+        """The first time, mark gradients and the optimizer's moments like the weights."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         is_first = any(p.grad is None for p in parameters)
         super().zero_grad(optimizer)
@@ -91,7 +81,7 @@ class SpmdRuntime(XlaRuntime):
                         self._spread(tensor)
 
     def scatter_like(self, whole: Tensor, like: Tensor) -> Tensor:
-        """All of it, spread over the devices as a tensor of the model is."""
+        """Spread over the devices as a tensor of the model is."""
         x = super().scatter_like(whole, like)
         self._spread(x)
         return x
