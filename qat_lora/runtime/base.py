@@ -24,18 +24,9 @@ from qat_lora.runtime.ranks import GlooControl
 
 # Where the lazy graph may be cut: set-up, between the acts of a step, in an evaluation, in a cache build.
 Phase = Literal[
-    "set-up",
-    "counts",
-    "anchor forward",
-    "forward",
-    "anchor backward",
-    "backward",
-    "micro-batch",
-    "optimizer",
-    "anchor rows",
-    "evaluation",
-    "cache",
-]
+    "set-up", "counts", "anchor forward", "forward", "anchor backward", "backward", "micro-batch", "optimizer",
+    "anchor rows", "evaluation", "cache",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -23,18 +23,16 @@ _LARGEST = 10
 
 
 class MemoryHook(Hook):
-    """Writes one line per call.
+    """Appends a line before the first step, every `every` steps and after the last.
 
     ``basic``: bytes in use. Each level adds something: ``tensors`` every tensor that Python holds, ``metrics`` the
     device's own counters, ``hlo`` what each compiled graph takes.
     """
 
     def __init__(self, path: Path, runtime: Runtime, *, level: MemDebug, every: int) -> None:
-        """Append to `path` before the first step, every `every` steps and after the last."""
         self.every = every if level != "off" else 0
-        self._path = path
-        self._runtime = runtime
-        self._depth = _LEVELS.index(level)
+        self._path, self._runtime = path, runtime
+        self._levels = _LEVELS[: _LEVELS.index(level) + 1]
 
     def start(self, state: TrainState) -> None:
         """Write the state before the first step."""
@@ -49,14 +47,14 @@ class MemoryHook(Hook):
         self._write(state, "end")
 
     def _write(self, state: TrainState, when: str) -> None:
-        if not self._depth or self._runtime.rank != 0:
+        if "basic" not in self._levels or self._runtime.rank != 0:
             return
         line: dict[str, Any] = {"when": when, "step": state.step, **asdict(self._runtime.memory())}
-        if self._depth >= _LEVELS.index("tensors"):
+        if "tensors" in self._levels:
             line["tensors"], line["largest"] = census()
-        if self._depth >= _LEVELS.index("metrics"):
+        if "metrics" in self._levels:
             line["metrics"] = self._runtime.metrics()
-        if self._depth >= _LEVELS.index("hlo"):
+        if "hlo" in self._levels:
             line["graphs"] = [asdict(graph) for graph in self._runtime.compilations()]
         with self._path.open("a") as stream:
             stream.write(json.dumps(line) + "\n")
@@ -64,22 +62,17 @@ class MemoryHook(Hook):
 
 def census() -> tuple[dict[str, dict[str, int]], list[dict[str, Any]]]:
     """All tensors that Python holds: count and bytes by device and dtype, and the kinds that take most."""
-    counts: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
-    sizes: dict[tuple[str, str, tuple[int, ...]], int] = {}
+    counts: Counter[tuple[str, str, tuple[int, ...], int]] = Counter()  # by device, dtype, shape and bytes
     for x in gc.get_objects():
         # not isinstance, which asks objects for their __class__: proxies among them import things, or warn
         if type(x) is Tensor or type(x) is nn.Parameter:
-            kind = (str(x.device), str(x.dtype).removeprefix("torch."), tuple(x.shape))
+            kind = (str(x.device), str(x.dtype).removeprefix("torch."), tuple(x.shape), x.numel() * x.element_size())
             counts[kind] += 1
-            sizes[kind] = x.numel() * x.element_size()
     by_kind: dict[str, dict[str, int]] = {}
-    for kind, count in counts.items():
-        total = by_kind.setdefault(f"{kind[0]} {kind[1]}", {"count": 0, "bytes": 0})
+    rows: list[dict[str, Any]] = []
+    for (device, dtype, shape, size), count in counts.items():
+        total = by_kind.setdefault(f"{device} {dtype}", {"count": 0, "bytes": 0})
         total["count"] += count
-        total["bytes"] += count * sizes[kind]
-    most = sorted(counts, key=lambda kind: counts[kind] * sizes[kind], reverse=True)[:_LARGEST]
-    largest = [
-        {"device": k[0], "dtype": k[1], "shape": list(k[2]), "count": counts[k], "bytes": counts[k] * sizes[k]}
-        for k in most
-    ]
-    return by_kind, largest
+        total["bytes"] += count * size
+        rows.append({"device": device, "dtype": dtype, "shape": list(shape), "count": count, "bytes": count * size})
+    return by_kind, sorted(rows, key=lambda row: row["bytes"], reverse=True)[:_LARGEST]
