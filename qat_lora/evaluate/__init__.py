@@ -7,16 +7,6 @@ from qat_lora.evaluate.table import fidelity_table, read_fidelity, write_fidelit
 from qat_lora.evaluate.windows import Windows, stream_windows, text_windows, whole_windows
 
 __all__ = [
-    "Fidelity",
-    "Size",
-    "Windows",
-    "cached_kl",
-    "fidelity_table",
-    "measure",
-    "read_fidelity",
-    "size_of",
-    "stream_windows",
-    "text_windows",
-    "whole_windows",
-    "write_fidelity",
-]
+    "Fidelity", "Size", "Windows", "cached_kl", "fidelity_table", "measure", "read_fidelity", "size_of",
+    "stream_windows", "text_windows", "whole_windows", "write_fidelity",
+]  # fmt: skip

@@ -8,12 +8,6 @@ from qat_lora.export.formats import ADAPTER_FOLDER, BASE_FOLDER, export_dequanti
 from qat_lora.export.verify import probe_ids, probe_logits, verify_export
 
 __all__ = [
-    "ADAPTER_FOLDER",
-    "BASE_FOLDER",
-    "Facts",
-    "export_dequantized",
-    "probe_ids",
-    "probe_logits",
-    "verify_export",
+    "ADAPTER_FOLDER", "BASE_FOLDER", "Facts", "export_dequantized", "probe_ids", "probe_logits", "verify_export",
     "write_export",
-]
+]  # fmt: skip

@@ -15,14 +15,12 @@ tokens of a block.
 from __future__ import annotations
 
 import math
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-Array: TypeAlias = "np.ndarray[Any, Any]"
 
 BLOCK_TOKENS = 512
 # Code 0 is a ratio of 0, code c > 0 one of 2^((c - 128) / 8): from 2^-15.9 to 2^15.9 in steps of 9%.
@@ -30,7 +28,7 @@ STEPS_PER_OCTAVE = 8
 CODE_OF_ONE = 128
 
 
-def uniforms(seed: int, rows: range, seq_len: int, count: int) -> Array:
+def uniforms(seed: int, rows: range, seq_len: int, count: int) -> np.ndarray[Any, Any]:
     """Numbers float32 [R, T, count] in [0, 1) that depend on the seed and the row alone.
 
     Philox gives the same bits everywhere and for ever, which NumPy's `Generator` does not promise.

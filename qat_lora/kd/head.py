@@ -105,44 +105,41 @@ class _Chunks(NamedTuple):
         the products.
         """
         for_hidden, for_weight, for_bias = wanted
+        biases = [] if bias_V is None else [bias_V]
+        summed = [x for x, is_wanted in ((weight_VH, for_weight), (bias_V, for_bias)) if is_wanted and x is not None]
         sums = [torch.zeros((), dtype=_sum_dtype(hidden_SH), device=hidden_SH.device)]
-        if for_weight:
-            sums.append(torch.zeros_like(weight_VH, dtype=_sum_dtype(weight_VH)))
-        if for_bias and bias_V is not None:
-            sums.append(torch.zeros_like(bias_V, dtype=_sum_dtype(bias_V)))
-        same = [weight_VH, *([] if bias_V is None else [bias_V]), *self.constants]
+        sums += [torch.zeros_like(x, dtype=_sum_dtype(x)) for x in summed]
+        same = [weight_VH, *biases, *self.constants]
         picked = [] if self.picked_ids_SJ is None else [self.picked_ids_SJ]
 
         def body(carry: list[Tensor], part: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
             hidden_cH, rest = part[0].detach(), part[1:]
             weight, *others = carry[len(sums) :]
-            head = Head(weight.detach(), others.pop(0).detach() if bias_V is not None else None, self.transform)
+            head = Head(weight.detach(), others.pop(0).detach() if biases else None, self.transform)
             ids_cJ = rest.pop(0) if picked else None
             with torch.set_grad_enabled(any(wanted)):
                 loss, leaves, rows_cJH = self._loss(hidden_cH, head, ids_cJ, rest, others)
-            added = [carry[0] + loss.detach(), *carry[1 : len(sums)]]
-            if not any(wanted):
-                return [*added, *carry[len(sums) :]], []
-            # without a tail only the picked ones count
-            grad_cV, *grad_picked = torch.autograd.grad(loss, leaves, materialize_grads=True)
+            added, outputs = [carry[0] + loss.detach(), *carry[1 : len(sums)]], []
+            if any(wanted):
+                # without a tail only the picked ones count
+                grad_cV, *grad_picked = torch.autograd.grad(loss, leaves, materialize_grads=True)
             if for_weight:
                 added[1] = _plus_product(added[1], grad_cV.t(), hidden_cH)
-            if for_bias and bias_V is not None:
+            if for_bias:
                 added[-1] = added[-1] + grad_cV.sum(0, dtype=added[-1].dtype)
-            if not for_hidden:
-                return [*added, *carry[len(sums) :]], []
-            grad_cH = torch.mm(grad_cV, head.weight_VH.to(grad_cV.dtype))
-            if rows_cJH is not None:
-                grad_cH = grad_cH + torch.einsum("cj,cjh->ch", grad_picked[0], rows_cJH.to(grad_picked[0].dtype))
-            return [*added, *carry[len(sums) :]], [grad_cH.to(hidden_SH.dtype)]
+            if for_hidden:
+                grad_cH = torch.mm(grad_cV, head.weight_VH.to(grad_cV.dtype))
+                if rows_cJH is not None:
+                    grad_cH = grad_cH + torch.einsum("cj,cjh->ch", grad_picked[0], rows_cJH.to(grad_picked[0].dtype))
+                outputs.append(grad_cH.to(hidden_SH.dtype))
+            return [*added, *carry[len(sums) :]], outputs
 
         carry, outputs = self.loop(body, [*sums, *same], [hidden_SH, *picked, *self.rows], self.size)
-        grads = carry[1 : len(sums)]
         return (
             carry[0],
             outputs[0] if for_hidden else None,
-            grads[0] if for_weight else None,
-            grads[-1] if for_bias and bias_V is not None else None,
+            carry[1] if for_weight else None,
+            carry[len(sums) - 1] if for_bias else None,
         )
 
     def _loss(
