@@ -26,23 +26,18 @@ def write_export(student: nn.Module, tokenizer: Any, folder: Path, *, format: st
 
     Raises ExportMismatch where the reloaded student is another, ConfigError where there is no adapter to write.
     """
-    adapted: Any = student if adapters.has_adapters(student) else None
-    if format != "dequantized" and adapted is None:
+    if not adapters.has_adapters(student) and format != "dequantized":
         raise ConfigError(f"{facts.checkpoint} holds no adapters, but format={format}; use --format dequantized.")
-    if format == "merged":
-        export_merged(student, tokenizer, folder)
-        verify_export(student, folder, exact=False)
-        write_card(folder, facts, what="merged", base=".")
+    if not adapters.has_adapters(student) or format == "merged":
+        write = export_merged if format == "merged" else export_dequantized
+        write(student, tokenizer, folder)
+        verify_export(student, folder, exact=format != "merged")
+        write_card(folder, facts, what=format, base=".")
         return folder
-    base = folder if adapted is None else folder / BASE_FOLDER
+    base, adapter = folder / BASE_FOLDER, folder / ADAPTER_FOLDER
     export_dequantized(student, tokenizer, base)
-    if adapted is None:
-        verify_export(student, base, exact=True)
-        write_card(folder, facts, what="dequantized", base=".")
-        return folder
-    adapter = folder / ADAPTER_FOLDER
     alone = format == "adapter"
-    adapters.save(adapted, adapter, base_name=facts.base_to_make if alone else f"../{BASE_FOLDER}")
+    adapters.save(student, adapter, base_name=facts.base_to_make if alone else f"../{BASE_FOLDER}")
     verify_export(student, base, adapter=adapter, exact=True)
     if alone:
         write_card(adapter, facts, what="adapter alone", base=f"dequantized/{BASE_FOLDER}", adapter=".")

@@ -83,10 +83,8 @@ def student_tensors(model: nn.Module) -> dict[str, Tensor]:
 def trained_parameters(model: nn.Module, train: Collection[QuantPart]) -> tuple[Parameters, Parameters]:
     """Mark what QAT trains and freeze all else; return the weights, and the scales, offsets and LUTs, by name."""
     model.requires_grad_(False)
-    weights = quant_parameters(model, "weights") if "weights" in train else {}
-    scales = quant_parameters(model, "scales") if "scales" in train else {}
-    if "luts" in train:
-        scales |= quant_parameters(model, "luts")
+    found = {part: quant_parameters(model, part) for part in train}
+    weights, scales = found.get("weights", {}), found.get("scales", {}) | found.get("luts", {})
     if not weights and not scales:
         raise ConfigError(f"train={tuple(train)} names nothing that this scheme has; add weights or scales.")
     for parameter in (*weights.values(), *scales.values()):
