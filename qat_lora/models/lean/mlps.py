@@ -8,7 +8,6 @@ others again.
 
 from __future__ import annotations
 
-from types import MethodType
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from qat_lora.models.lean.norms import Trials, replace_forwards
 from qat_lora.models.lean.products import accurate, made_from, without_base
 
 
@@ -29,9 +29,7 @@ def silu_times(gate: Tensor, up: Tensor) -> Tensor:
 
 def use_lean_mlps(model: nn.Module) -> None:
     """Let the model's gated MLPs with SiLU keep only the two factors of their product, in place; leave the others."""
-    for module in model.modules():
-        if type(module).__name__.endswith("MLP") and _is_plain_gated_mlp(module):
-            module.forward = MethodType(_lean_mlp, module)
+    replace_forwards(model, "MLP", _lean_mlp, _small_mlps)
 
 
 def _lean_mlp(module: Any, x: Tensor) -> Tensor:
@@ -39,21 +37,14 @@ def _lean_mlp(module: Any, x: Tensor) -> Tensor:
     return product
 
 
-def _is_plain_gated_mlp(module: Any) -> bool:
-    """Whether an MLP's forward, tried with small layers, does what `_lean_mlp` does, bit for bit."""
+def _small_mlps(module: Any) -> Trials:
     small: Any = nn.Module()
-    try:
-        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            x = torch.linspace(-9.0, 9.0, 24).view(3, 8)
-            small.gate_proj, small.up_proj, small.down_proj = nn.Linear(8, 6), nn.Linear(8, 6), nn.Linear(6, 8)
-            small.config, small.act_fn = module.config, module.act_fn
-            for dtype in (torch.float32, torch.bfloat16):
-                small, x = small.to(dtype), x.to(dtype)
-                if not torch.equal(type(module).forward(small, x), _lean_mlp(small, x)):
-                    return False
-            return True
-    except (TypeError, AttributeError, RuntimeError):
-        return False
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        small.gate_proj, small.up_proj, small.down_proj = nn.Linear(8, 6), nn.Linear(8, 6), nn.Linear(6, 8)
+        x = torch.linspace(-9.0, 9.0, 24).view(3, 8)
+    small.config, small.act_fn = module.config, module.act_fn
+    for dtype in (torch.float32, torch.bfloat16):
+        yield small.to(dtype), x.to(dtype)
 
 
 def _silu_times(gate: Tensor, up: Tensor) -> Tensor:

@@ -9,15 +9,20 @@ activations are bf16 and kept, that is four times the bytes.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from qat_lora.models.lean.products import made_from, without_base
+
+Forward: TypeAlias = Callable[[Any, Tensor], Tensor]
+Trials: TypeAlias = Iterator[tuple[Any, Tensor]]
 
 _F32, _BF16 = torch.float32, torch.bfloat16
 _DTYPES = ((_F32, _F32), (_BF16, _BF16), (_BF16, _F32))  # of activations and of weights, as a model is used
@@ -31,33 +36,34 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 def use_lean_norms(model: nn.Module) -> None:
     """Let the model's RMS norms be ours, in place, where they are the same function; leave the others."""
+    replace_forwards(model, "RMSNorm", _lean_norm, _small_norms)
+
+
+def replace_forwards(model: nn.Module, suffix: str, forward: Forward, trials: Callable[[Any], Trials]) -> None:
+    """Give modules whose class names end in `suffix` another forward, in place, where it is their own bit for bit.
+
+    `trials` makes of a module small ones with its settings, each with an input, to try both forwards on.
+    """
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm") and _is_plain_rms_norm(module):
-            module.forward = MethodType(_lean_norm, module)
+        if type(module).__name__.endswith(suffix):
+            own = type(module).forward
+            with torch.no_grad(), contextlib.suppress(TypeError, AttributeError, RuntimeError):
+                pairs = ((own(small, x), forward(small, x)) for small, x in trials(module))
+                if all(theirs.dtype == ours.dtype and torch.equal(theirs, ours) for theirs, ours in pairs):
+                    module.forward = MethodType(forward, module)
 
 
 def _lean_norm(module: Any, x: Tensor) -> Tensor:
     return rms_norm(x, module.weight, module.variance_epsilon)
 
 
-def _is_plain_rms_norm(module: nn.Module) -> bool:
-    """Whether a norm with a small weight of its own does what `rms_norm` does, bit for bit, in every mix of dtypes.
-
-    Some families round to bf16 after the weight and not before it: in float32 these are the same function.
-    """
+def _small_norms(module: nn.Module) -> Trials:
+    """In every mix of dtypes: some families round to bf16 after the weight, which in float32 is the same function."""
     small = copy.copy(module)  # its settings, and another weight
     x, weight_H = torch.linspace(-3.0, 5.0, 256, device="cpu").view(8, 32), torch.linspace(-1.0, 2.0, 32, device="cpu")
-    try:
-        with torch.no_grad():
-            for x_dtype, weight_dtype in _DTYPES:
-                small._parameters = {"weight": nn.Parameter(weight_H.to(weight_dtype))}
-                y = type(module).forward(small, x.to(x_dtype))
-                ours = _lean_norm(small, x.to(x_dtype))
-                if y.dtype != ours.dtype or not torch.equal(y, ours):
-                    return False
-    except (TypeError, AttributeError, RuntimeError):
-        return False
-    return True
+    for x_dtype, weight_dtype in _DTYPES:
+        small._parameters = {"weight": nn.Parameter(weight_H.to(weight_dtype))}
+        yield small, x.to(x_dtype)
 
 
 def _normal(x: Tensor, weight_H: Tensor, inverse: Tensor) -> Tensor:
