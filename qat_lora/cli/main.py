@@ -29,31 +29,37 @@ RUNS: dict[str, type[AnyRun | CacheRun]] = {r.command: r for r in (CacheRun, Qat
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for a user's mistake, 130 when interrupted."""
-    args = None
+    args, words = None, sys.argv[1:] if argv is None else argv
     try:
-        args, unknown = _parser().parse_known_args(argv)
+        args, unknown = _parser().parse_known_args(words)
         if unknown:
             args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        _check_order(args, list(sys.argv[1:] if argv is None else argv))
+        act = getattr(args, "about", None)
+        if act is not None and words[1] != act:  # flags of the build, over which the act's own defaults would go
+            raise ConfigError(
+                f"{words[1]} stands before {act!r}; write qat-lora {args.command} {act} and then the flags."
+            )
         _start_logging(quiet=args.quiet or args.command == "demo")  # its bars say enough
         if getattr(args, "num_chips", None) is not None:
-            return _on_chips(args, list(sys.argv[1:] if argv is None else argv))
-        return int(_COMMANDS[args.command](args) or 0)
+            return _on_chips(args, words)
+        _COMMANDS[args.command](args)
+        return 0
     except QatLoraError as error:
-        print(f"qat-lora: error{_of_rank()}: {error}", file=sys.stderr)
-        return 2
+        return _end(2, "error", str(error))
     except OSError as error:
         if error.errno not in _OUTSIDE:
             raise
-        print(
-            f"qat-lora: error{_of_rank()}: {error.filename or 'writing'}: {error.strerror}; free space or give another "
-            "--output",
-            file=sys.stderr,
-        )
-        return 2
+        where = error.filename or "writing"
+        return _end(2, "error", f"{where}: {error.strerror}; free space or give another --output")
     except KeyboardInterrupt:
-        print(f"qat-lora: interrupted{_of_rank()}: {_how_to_continue(args)}", file=sys.stderr)
-        return 130
+        return _end(130, "interrupted", _how_to_continue(args))
+
+
+def _end(code: int, what: str, words: str) -> int:
+    """Say why the command ends, and of several ranks which one it is."""
+    rank = f" (rank {os.environ.get('RANK')})" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    print(f"qat-lora: {what}{rank}: {words}", file=sys.stderr)
+    return code
 
 
 def _how_to_continue(args: argparse.Namespace | None) -> str:
@@ -64,18 +70,6 @@ def _how_to_continue(args: argparse.Namespace | None) -> str:
 
     run: Any = run_from(args, RUNS[args.command])
     return how_to_continue(run.output)
-
-
-def _check_order(args: argparse.Namespace, argv: list[str]) -> None:
-    """Raise ConfigError where flags stand before an act, whose own defaults would go before them without a word."""
-    act = getattr(args, "about", None)
-    if act is not None and argv[1] != act:
-        raise ConfigError(f"{argv[1]} stands before {act!r}; write qat-lora {args.command} {act} and then the flags.")
-
-
-def _of_rank() -> str:
-    """Who speaks, where there are several."""
-    return f" (rank {os.environ.get('RANK')})" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
 
 def _on_chips(args: argparse.Namespace, argv: list[str]) -> int:
@@ -93,14 +87,10 @@ def _on_chips(args: argparse.Namespace, argv: list[str]) -> int:
         )
     from qat_lora.runtime.xla.chips import launch
 
-    return launch(main, _of_one_rank(argv), chips=args.num_chips)
-
-
-def _of_one_rank(argv: list[str]) -> list[str]:
-    """The arguments of one rank, on torch_xla's device whatever `auto` would take."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--num-chips")
-    return [*parser.parse_known_args(argv)[1], "--device", "tpu"]
+    counting = argparse.ArgumentParser(add_help=False)
+    counting.add_argument("--num-chips")
+    of_one_rank = [*counting.parse_known_args(argv)[1], "--device", "tpu"]  # whatever `auto` would take
+    return launch(main, of_one_rank, chips=args.num_chips)
 
 
 def _cache(args: argparse.Namespace) -> None:
