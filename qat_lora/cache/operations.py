@@ -142,32 +142,19 @@ def narrower(
     changes = {"top_k": top_k, "temperatures": tuple(temperatures), "logprob_bits": logprob_bits}
     changes = {name: value for name, value in changes.items() if value}
     lacking = ", ".join(str(t) for t in temperatures if t not in was.temperatures)
-    for is_wrong, why in (
-        (
-            was.store != "topk" and changes,
-            f"has store={was.store!r}, of which top_k, temperatures and logprob_bits cannot be changed; leave these "
-            "out, or build a cache with them",
-        ),
-        (
-            was.tail_draws and top_k not in (0, was.top_k),
-            f"has {was.tail_draws} draws from all but its {was.top_k} candidates, which say nothing of candidates left "
-            f"out, but top_k={top_k}; leave --top-k out, or build a cache with --top-k {top_k}",
-        ),
-        (
-            top_k > was.top_k,
-            f"stores {was.top_k} candidates, but top_k={top_k}; set --top-k to at most {was.top_k}",
-        ),
-        (
-            lacking,
-            f"serves temperatures {list(was.temperatures)}, but temperatures={list(temperatures)}; leave out {lacking},"
-            " or build a cache with it",
-        ),
-        (
-            logprob_bits > was.logprob_bits,
-            f"stores log-probabilities in {was.logprob_bits} bits, but logprob_bits={logprob_bits}, which would not "
-            "bring back the digits; leave --logprob-bits out",
-        ),
-    ):
+    refused = (
+        (was.store != "topk" and changes, f"has store={was.store!r}, of which top_k, temperatures and logprob_bits "
+         "cannot be changed; leave these out, or build a cache with them"),
+        (was.tail_draws and top_k not in (0, was.top_k), f"has {was.tail_draws} draws from all but its {was.top_k} "
+         f"candidates, which say nothing of candidates left out, but top_k={top_k}; leave --top-k out, or build a "
+         f"cache with --top-k {top_k}"),
+        (top_k > was.top_k, f"stores {was.top_k} candidates, but top_k={top_k}; set --top-k to at most {was.top_k}"),
+        (lacking, f"serves temperatures {list(was.temperatures)}, but temperatures={list(temperatures)}; leave out "
+         f"{lacking}, or build a cache with it"),
+        (logprob_bits > was.logprob_bits, f"stores log-probabilities in {was.logprob_bits} bits, but logprob_bits="
+         f"{logprob_bits}, which would not bring back the digits; leave --logprob-bits out"),
+    )  # fmt: skip
+    for is_wrong, why in refused:
         if is_wrong:
             raise ConfigError(f"{str(folder)!r} {why}.")
     return dataclasses.replace(was, **changes)  # type: ignore[arg-type]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from qat_lora.cli.flags import Parser, add_flags, run_from
 from qat_lora.config.cache import ConvertRun, MergeRun, SplitRun
 from qat_lora.errors import ConfigError
-from qat_lora.files import is_remote, location
+from qat_lora.files import Location, is_remote, location
 
-_Act = Callable[[argparse.Namespace], None]
+_Made = list[tuple[Path, Any]]  # the folders of caches, each with its index
 
 
 def add_operations(command: argparse.ArgumentParser, add_common: Callable[[argparse.ArgumentParser], None]) -> None:
@@ -23,9 +23,9 @@ def add_operations(command: argparse.ArgumentParser, add_common: Callable[[argpa
     info.set_defaults(parser=info)
     info.add_argument("directory", metavar="DIR", help="folder or URL of a cache, finished or not")
     info.add_argument("--verify", action="store_true", help="read every byte and compare it with what was recorded")
-    for run_class in (MergeRun, SplitRun, ConvertRun):
+    for name, (run_class, _) in _ACTS.items():
         text = (run_class.__doc__ or "").split(": ", 1)[-1].splitlines()[0]
-        act = about.add_parser(run_class.command.split()[-1], help=text, description=text)
+        act = about.add_parser(name, help=text, description=text)
         if run_class is MergeRun:
             act.add_argument("directories", metavar="DIR", nargs="+", help="folders of caches or of parts")
         else:
@@ -36,11 +36,20 @@ def add_operations(command: argparse.ArgumentParser, add_common: Callable[[argpa
 
 def operate(args: argparse.Namespace) -> None:
     """Do what the subcommand says."""
-    acts: dict[str, _Act] = {"info": _info, "merge": _merge, "split": _split, "convert": _convert}
-    if args.about != "info":
-        folders = [_local(folder) for folder in getattr(args, "directories", None) or [args.directory]]
-        args.directories, args.directory = folders, folders[0]
-    acts[args.about](args)
+    if args.about == "info":
+        _info(location(args.directory), verify=args.verify)
+        return
+    from qat_lora.cli.progress import counted
+
+    run_class, act = _ACTS[args.about]
+    folders = [_local(folder) for folder in getattr(args, "directories", None) or [args.directory]]
+    run = run_from(args, run_class)
+    with counted(args.about) as progress:
+        made = act(run, folders, progress)
+    for folder, index in made:
+        manifest, shards = index.manifest, len(index.shards)
+        rows = f"{index.rows}{'' if index.complete else f' of {manifest.rows}'} rows of {manifest.seq_len} tokens"
+        print(f"{folder}: {rows} in {shards} shard{'' if shards == 1 else 's'}")
 
 
 def _local(folder: str) -> Path:
@@ -51,62 +60,43 @@ def _local(folder: str) -> Path:
     return Path(folder)
 
 
-def _info(args: argparse.Namespace) -> None:
+def _info(directory: Location, *, verify: bool) -> None:
     from rich import print as rich_print
 
-    from qat_lora.cache import summarise, verify
+    from qat_lora import cache
     from qat_lora.cli.info import cache_table
 
-    directory = location(args.directory)
-    index = verify(directory) if args.verify else None  # first, since it names all that is damaged
-    summary = summarise(directory)
+    index = cache.verify(directory) if verify else None  # first, since it names all that is damaged
+    summary = cache.summarise(directory)
     print(directory)  # a path is never wrapped
     rich_print(cache_table(summary))
     if index is not None:
         print(f"{directory}: {len(index.shards)} shards, every byte as recorded")
 
 
-def _merge(args: argparse.Namespace) -> None:
-    from qat_lora.cache import merge
-    from qat_lora.cli.progress import counted
+def _merge(run: Any, folders: Sequence[Path], progress: Any) -> _Made:
+    from qat_lora import cache
 
-    run: Any = run_from(args, MergeRun)
-    with counted("merge") as progress:
-        index = merge(args.directories, run.output, rows_per_shard=run.rows_per_shard, progress=progress)
-    _say(run.output, index)
+    return [(run.output, cache.merge(folders, run.output, rows_per_shard=run.rows_per_shard, progress=progress))]
 
 
-def _split(args: argparse.Namespace) -> None:
-    from qat_lora.cache import split_parts, split_rows
-    from qat_lora.cli.progress import counted
+def _split(run: Any, folders: Sequence[Path], progress: Any) -> _Made:
+    from qat_lora import cache
 
-    run: Any = run_from(args, SplitRun)
     if bool(run.parts) == bool(run.rows):
         raise ConfigError(
             f"a cache is split either into parts or by rows, but parts={run.parts} and rows={run.rows}; give --parts N "
             "for parts to copy, or --rows N for two caches."
         )
-    with counted("split") as progress:
-        if run.parts:
-            made = split_parts(args.directory, run.output, run.parts, progress=progress)
-        else:
-            made = split_rows(args.directory, run.output, run.rows, progress=progress)
-    for folder, index in made:
-        _say(folder, index)
+    split = cache.split_parts if run.parts else cache.split_rows
+    return split(folders[0], run.output, run.parts or run.rows, progress=progress)
 
 
-def _convert(args: argparse.Namespace) -> None:
-    from qat_lora.cache import convert
-    from qat_lora.cli.progress import counted
+def _convert(run: Any, folders: Sequence[Path], progress: Any) -> _Made:
+    from qat_lora import cache
 
-    run: Any = run_from(args, ConvertRun)
     settings = {name: getattr(run, name) for name in ("top_k", "temperatures", "logprob_bits", "rows_per_shard")}
-    with counted("convert") as progress:
-        index = convert(args.directory, run.output, progress=progress, **settings)
-    _say(run.output, index)
+    return [(run.output, cache.convert(folders[0], run.output, progress=progress, **settings))]
 
 
-def _say(folder: Path, index: Any) -> None:
-    manifest, shards = index.manifest, len(index.shards)
-    of = "" if index.complete else f" of {manifest.rows}"
-    print(f"{folder}: {index.rows}{of} rows of {manifest.seq_len} tokens in {shards} shard{'' if shards == 1 else 's'}")
+_ACTS = {"merge": (MergeRun, _merge), "split": (SplitRun, _split), "convert": (ConvertRun, _convert)}
