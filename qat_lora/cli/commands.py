@@ -32,7 +32,8 @@ from qat_lora.data.saved import SavedRows
 from qat_lora.errors import CacheMismatch, ConfigError, ModelError
 from qat_lora.models.placement import Placement, memory_bytes, places_of
 from qat_lora.runtime import Runtime, runtime_for
-from qat_lora.train.run import Launch, RunResult, run_qat, run_recovery
+from qat_lora.train.opening import Launch
+from qat_lora.train.run import RunResult, run_qat, run_recovery
 
 log = logging.getLogger(__name__)
 

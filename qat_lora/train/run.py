@@ -39,8 +39,6 @@ from qat_lora.train.plot import write_loss_png
 from qat_lora.train.speed import SpeedHook
 from qat_lora.train.student import Student, restored, round_to_nearest, student_tensors, trained_parameters
 
-__all__ = ["Launch", "RunResult", "run_qat", "run_recovery"]
-
 log = logging.getLogger(__name__)
 
 
@@ -180,13 +178,9 @@ def _hooks(
     def evaluate(state: TrainState) -> float:
         batches = held_out.eval_batches(loop.batch_size * runtime.devices, rows=loop.eval_rows)
         return cached_kl(
-            state.model,
-            batches,
-            held_out.manifest.target_spec,
-            runtime=runtime,
-            chunk_tokens=run.kd.chunk_tokens,
+            state.model, batches, held_out.manifest.target_spec, runtime=runtime, chunk_tokens=run.kd.chunk_tokens,
             answers_only=run.kd.loss_on == "answers",
-        )
+        )  # fmt: skip
 
     def save_best(state: TrainState) -> None:
         runtime.save({**facts, **student_state(state, tensors, runtime, is_evaluated=True)}, output / "best.pt")
