@@ -26,6 +26,7 @@ from safetensors.numpy import save as to_safetensors
 
 from qat_lora.cache.bits import Array
 from qat_lora.cache.manifest import (
+    TOKEN_FIELDS,
     Arrays,
     CacheManifest,
     checked_digest,
@@ -47,7 +48,8 @@ ROWS_AT_ONCE = 1024  # that are hashed
 SUMS = ("kept_mass", "entropy", "grid_kl")
 REBUILD = "restore the file, or delete it and run the build command again to write it anew"
 
-_DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64, "F16": np.float16, "F32": np.float32}
+_DTYPES = {"u1": "U8", "i4": "I32", "i8": "I64", "f2": "F16", "f4": "F32"}  # NumPy's words, safetensors'
+_SHARD = re.compile(r"shard-([0-9]{5,15})\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -96,20 +98,25 @@ class Shard:
     def check(self, manifest: CacheManifest) -> None:
         """Raise ValueError where this cannot be a shard of a cache."""
         for name in ("index", "rows", "tokens", "size_bytes"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)!r}")
-        if not all(isinstance(x, float) and math.isfinite(x) for x in (getattr(self, name) for name in SUMS)):
-            raise ValueError(f"{', '.join(SUMS)} are no numbers")
-        if not isinstance(self.tensor_bytes, dict) or not all(isinstance(x, int) for x in self.tensor_bytes.values()):
-            raise ValueError(f"tensor_bytes={self.tensor_bytes!r}")
-        if self.index >= manifest.shard_count:
-            raise ValueError(f"shard {self.index} of {manifest.shard_count}")
+            value = getattr(self, name)
+            _check(type(value) is int and value >= 0, f"{name}={value!r}")
+        for name in SUMS:
+            value = getattr(self, name)
+            _check(isinstance(value, float) and math.isfinite(value), f"{name}={value!r}")
+        sizes = self.tensor_bytes
+        _check(isinstance(sizes, dict) and all(type(size) is int for size in sizes.values()), f"tensor_bytes={sizes!r}")
+        _check(self.index < manifest.shard_count, f"shard {self.index} of {manifest.shard_count}")
         checked_digest(self.content)
         checked_digest(self.sha256)
-        if self.rows != len(manifest.shard_rows(self.index)) or len(self.key_array()) != self.rows:
-            raise ValueError(f"{self.rows} rows, {len(self.key_array())} keys")
-        if manifest.eval_fraction and len(base64.b64decode(self.held_out, validate=True)) != -(-self.rows // 8):
-            raise ValueError(f"held_out={self.held_out!r}")
+        rows, keys = len(manifest.shard_rows(self.index)), len(self.key_array())
+        _check(self.rows == rows == keys, f"{self.rows} rows of {rows}, {keys} keys")
+        tags = len(base64.b64decode(self.held_out, validate=True))
+        _check(not manifest.eval_fraction or tags == -(-self.rows // 8), f"held_out={self.held_out!r}")
+
+
+def _check(holds: bool, why: str) -> None:
+    if not holds:
+        raise ValueError(why)
 
 
 @dataclass(frozen=True)
@@ -181,10 +188,8 @@ def load_cache(directory: Location | str) -> CacheIndex:
         shards = tuple(Shard(**entry) for entry in data["shards"])
         for number, shard in enumerate(shards):
             shard.check(manifest)
-            if shard.index != number:
-                raise ValueError(f"shard {shard.index} in place {number}")
-        if len(shards) != manifest.shard_count:
-            raise ValueError(f"{len(shards)} of {manifest.shard_count} shards")
+            _check(shard.index == number, f"shard {shard.index} in place {number}")
+        _check(len(shards) == manifest.shard_count, f"{len(shards)} of {manifest.shard_count} shards")
     except (KeyError, TypeError, ValueError) as error:
         raise CacheError(f"{str(path)!r} is damaged ({error}); delete it and run the build command again.") from error
     return CacheIndex(manifest, shards)
@@ -195,43 +200,39 @@ def scan(directory: Place, manifest: CacheManifest, known: Mapping[str, Shard] |
 
     What is no sound file is left out, since a build writes it anew; CacheMismatch at a shard of another cache.
     """
-    known, digest = known or {}, manifest.digest
-    sizes = {name: size for name, size in file_sizes(directory).items() if _index_of(name) >= 0}
+    known, sizes = known or {}, file_sizes(directory)
+    indices = {name: int(match[1]) for name in sizes if (match := _SHARD.fullmatch(name))}
 
     def read(name: str) -> Shard | None:
         if name in known and known[name].size_bytes == sizes[name]:
             return known[name]
         try:
-            return read_header(directory / name, manifest, _index_of(name), sizes[name], digest)
+            return read_header(directory / name, manifest, indices[name], sizes[name])
         except CacheMismatch:
             raise
         except CacheError:
             return None
 
-    if isinstance(directory, RemotePath) and sizes:
-        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-            found = list(pool.map(read, sizes))
-    else:
-        found = [read(name) for name in sizes]
+    with ThreadPoolExecutor(REQUESTS_AT_ONCE if isinstance(directory, RemotePath) else 1) as pool:
+        found = list(pool.map(read, indices))
     return sorted((shard for shard in found if shard is not None), key=lambda shard: shard.index)
 
 
-def read_header(path: Place, manifest: CacheManifest, index: int, size: int, digest: str = "") -> Shard:
-    """Read what the file of shard `index`, of `size` bytes, says of itself; `digest` is the manifest's, if it is known.
+def read_header(path: Place, manifest: CacheManifest, index: int, size: int) -> Shard:
+    """Read what the file of shard `index`, of `size` bytes, says of itself.
 
     CacheError where it is no sound file, CacheMismatch where it is another cache's or another shard.
     """
-    digest = digest or manifest.digest
     try:
         header = _header_bytes(path, size)
         tree = json.loads(header[8:])
         said = json.loads(tree.pop("__metadata__")[HEADER_KEY])
         whose = said.pop("cache")
-        if whose != digest or said["index"] != index:
+        if whose != manifest.digest or said["index"] != index:
             raise CacheMismatch(
                 f"{str(path)!r} is shard {said['index']} of another KD cache ({str(whose)[:12]}.., the folder's is "
-                f"{digest[:12]}..) or of another place in this one; delete it to have it built, or choose another "
-                "--output."
+                f"{manifest.digest[:12]}..) or of another place in this one; delete it to have it built, or choose "
+                "another --output."
             )
         shard = Shard(**{**said, "sha256": hashlib.sha256(header).hexdigest(), "size_bytes": size})
         shard.check(manifest)
@@ -261,7 +262,7 @@ def check_shard(path: Place, shard: Shard, *, name: Place | None = None) -> None
     size = header_end = 0
     try:
         for chunk in _chunks(path):
-            header_end = header_end or 8 + int.from_bytes(chunk[:8], "little")
+            header_end = header_end or _header_end(chunk)
             rest = max(0, header_end - size)
             header.update(chunk[:rest])
             content.update(chunk[rest:])
@@ -279,13 +280,12 @@ def check_shard(path: Place, shard: Shard, *, name: Place | None = None) -> None
 
 def shard_file(manifest: CacheManifest, index: int, tensors: Arrays, sums: Mapping[str, float]) -> tuple[Shard, bytes]:
     """What the header of shard `index` with these tensors says, and the bytes of its file."""
-    raw = memoryview(to_safetensors({name: np.ascontiguousarray(x) for name, x in tensors.items()}))
-    end = 8 + int.from_bytes(raw[:8], "little")
-    tree, data = json.loads(bytes(raw[8:end])), raw[end:]
-    held_out = np.packbits(tensors["held_out"], bitorder="little").tobytes() if "held_out" in tensors else b""
+    tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
+    bare = memoryview(to_safetensors(tensors))
+    held_out = np.packbits(tensors.get("held_out", np.empty(0, np.uint8)), bitorder="little")
     shard = Shard(
         index=index,
-        content=hashlib.sha256(data).hexdigest(),
+        content=hashlib.sha256(bare[_header_end(bare) :]).hexdigest(),
         rows=len(tensors["lengths"]),
         tokens=int(tensors["lengths"].sum()),
         kept_mass=sums["kept_mass"],
@@ -293,15 +293,12 @@ def shard_file(manifest: CacheManifest, index: int, tensors: Arrays, sums: Mappi
         grid_kl=sums["grid_kl"],
         tensor_bytes={name: tensors[name].nbytes for name in sorted(tensors)},
         keys=base64.b64encode(row_keys(tensors).tobytes()).decode(),
-        held_out=base64.b64encode(held_out).decode(),
+        held_out=base64.b64encode(held_out.tobytes()).decode(),
     )
     said = {name: value for name, value in asdict(shard).items() if name not in ("sha256", "size_bytes")}
-    metadata = {HEADER_KEY: json.dumps({"cache": manifest.digest, **said})}
-    text = json.dumps({"__metadata__": metadata, **tree}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    content = b"".join((header, data))
-    return dataclasses.replace(shard, sha256=hashlib.sha256(header).hexdigest(), size_bytes=len(content)), content
+    whole = to_safetensors(tensors, {HEADER_KEY: json.dumps({"cache": manifest.digest, **said})})
+    header = hashlib.sha256(memoryview(whole)[: _header_end(whole)]).hexdigest()
+    return dataclasses.replace(shard, sha256=header, size_bytes=len(whole)), whole
 
 
 def row_keys(tensors: Arrays) -> Array:
@@ -312,16 +309,12 @@ def row_keys(tensors: Arrays) -> Array:
     digests = bytearray()
     for first in range(0, len(tensors["lengths"]), ROWS_AT_ONCE):
         columns = []
-        for name in ("input_ids", "lengths", "starts", "answer", "held_out"):
-            if name not in tensors:
-                continue
+        for name in (name for name in TOKEN_FIELDS if name in tensors):
             x = np.asarray(tensors[name][first : first + ROWS_AT_ONCE])
             x = x.reshape(len(x), -1)
             if name in ("input_ids", "lengths"):
                 x = np.ascontiguousarray(x, dtype="<i4").view(np.uint8)
-            elif x.dtype == bool:
-                x = np.packbits(x, axis=1, bitorder="little")
-            columns.append(x)
+            columns.append(np.packbits(x, axis=1, bitorder="little") if x.dtype == bool else x)
         for row in np.concatenate(columns, axis=1):
             digests += hashlib.sha256(row.tobytes()).digest()[:8]
     return np.frombuffer(bytes(digests), "<u8")
@@ -339,9 +332,9 @@ def fractions(keys: Array) -> Array:
     return (keys >> np.uint64(11)).astype(np.float64) / 2.0**53
 
 
-def _index_of(name: str) -> int:
-    match = re.fullmatch(r"shard-([0-9]{5,15})\.safetensors", name)
-    return int(match[1]) if match else -1
+def _header_end(start: Any) -> int:
+    """Where the header of a safetensors file ends, which begins with the 8 bytes of its length."""
+    return 8 + int.from_bytes(start[:8], "little")
 
 
 def _header_bytes(path: Place, size: int) -> bytes:
@@ -355,27 +348,23 @@ def _header_bytes(path: Place, size: int) -> bytes:
             return stream.read(stop - start)
 
     found = read(0, min(HEADER_GUESS, size))
-    end = 8 + int.from_bytes(found[:8], "little")
-    if len(found) < 8 or not 8 < end <= min(HEADER_LIMIT, size):
-        raise ValueError(f"a header of {end - 8} bytes in a file of {size}")
+    end = _header_end(found)
+    _check(len(found) >= 8 and 8 < end <= min(HEADER_LIMIT, size), f"a header of {end - 8} bytes in a file of {size}")
     return found[:end] if len(found) >= end else found + read(len(found), end)
 
 
 def _check_tensors(manifest: CacheManifest, shard: Shard, tree: Mapping[str, Any], data_bytes: int) -> None:
     """Raise ValueError unless a header's tensors are those of the manifest, and fill the file."""
     wanted = manifest.tensors(shard.rows)
-    if set(tree) != {*wanted, *manifest.streams}:
-        raise ValueError(f"tensors {sorted(tree)}")
-    end_of_all = 0
+    _check(set(tree) == {*wanted, *manifest.streams}, f"tensors {sorted(tree)}")
     for name, entry in tree.items():
-        dtype, shape, (begin, end) = np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"]), entry["data_offsets"]
-        if begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name} of {shape} in {end - begin} bytes")
-        if (shape, dtype) != wanted.get(name, (shape, np.dtype(np.uint8))):
-            raise ValueError(f"{name} is {dtype} {shape}")
-        end_of_all = max(end_of_all, end)
-    if end_of_all != data_bytes:
-        raise ValueError(f"{data_bytes} bytes of data instead of {end_of_all}")
+        begin, end = entry["data_offsets"]
+        shape, dtype = wanted.get(name, ((end - begin,), np.dtype("u1")))
+        said = (entry["shape"], entry["dtype"])
+        _check(said == (list(shape), _DTYPES[dtype.str[1:]]), f"{name} is {said[1]} {said[0]}")
+        _check(0 <= begin == end - math.prod(shape) * dtype.itemsize, f"{name} of {shape} in {end - begin} bytes")
+    ends = max(entry["data_offsets"][1] for entry in tree.values())
+    _check(ends == data_bytes, f"{data_bytes} bytes of data instead of {ends}")
 
 
 def _chunks(path: Place) -> Iterable[bytes]:

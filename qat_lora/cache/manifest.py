@@ -207,7 +207,7 @@ class CacheManifest:
         """Return the fields that decide what the rows hold: equal identity, equal cache."""
         return {k: v for k, v in self.to_json().items() if k not in _NO_IDENTITY}
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """The sha256 of the identity, which every shard and the index carry."""
         return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
