@@ -52,16 +52,7 @@ class RemotePath(files.Url):
 
     def sizes(self) -> dict[str, int]:
         """Name -> bytes of the files in this folder, by one listing; empty where there is no such folder."""
-
-        def listing(fs: Any, path: str) -> list[dict[str, Any]]:
-            fs.invalidate_cache(path)  # another process may have written there
-            try:
-                found: list[dict[str, Any]] = fs.ls(path, detail=True)
-            except FileNotFoundError:
-                return []
-            return found
-
-        entries = self._tried("listed", listing)
+        entries: list[dict[str, Any]] = self._looked("listed", lambda fs, path: fs.ls(path, detail=True), [])
         return {e["name"].rstrip("/").rsplit("/", 1)[-1]: int(e["size"]) for e in entries if e["type"] == "file"}
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
@@ -97,12 +88,6 @@ class RemotePath(files.Url):
             if not missing_ok:
                 raise
 
-    def check_writable(self) -> None:
-        """Prove, before the long work, that files can be written in this folder, and leave none."""
-        probe = self / f".probe.{os.getpid()}"
-        probe.write_bytes(b"probe")
-        probe.unlink(missing_ok=True)
-
     def _write(self, fs: Any, path: str, data: bytes) -> None:
         if self.scheme in _OBJECT_STORES:
             fs.pipe_file(path, data)
@@ -119,15 +104,19 @@ class RemotePath(files.Url):
             raise
 
     def _info(self) -> dict[str, Any] | None:
-        def info(fs: Any, path: str) -> dict[str, Any] | None:
+        return self._looked("read", lambda fs, path: fs.info(path), None)  # `exists` takes a refusal for an absence
+
+    def _looked(self, done: str, look: Callable[[Any, str], T], absent: T) -> T:
+        """What there is, or `absent`, whatever fsspec remembers: another process may have written there."""
+
+        def act(fs: Any, path: str) -> T:
             fs.invalidate_cache(path)
             try:
-                found: dict[str, Any] = fs.info(path)  # `exists` would take a refusal for an absence
+                return look(fs, path)
             except FileNotFoundError:
-                return None
-            return found
+                return absent
 
-        return self._tried("read", info)
+        return self._tried(done, act)
 
     def _opened(self) -> tuple[Any, str]:
         """The filesystem, which fsspec keeps one of per process, and the path in it."""
@@ -194,7 +183,12 @@ def read_at_most(path: Place, most: int) -> bytes:
 
 def check_writable(folder: Place) -> None:
     """Prove, before the long work, that files can be written in a folder, and leave no trace."""
-    folder.check_writable() if isinstance(folder, RemotePath) else files.check_writable(folder)
+    if not isinstance(folder, RemotePath):
+        files.check_writable(folder)
+        return
+    probe = folder / f".probe.{os.getpid()}"
+    probe.write_bytes(b"probe")
+    probe.unlink(missing_ok=True)
 
 
 def _line(error: BaseException) -> str:
