@@ -88,33 +88,14 @@ def measure_rows(
         if model is not None:
             models.place(model, runtime)
     with bar(f"eval {run.stage}", total=len(windows.input_ids_RT)) as update:
-        scores = measure(student, against, windows, batch_size=run.eval_batch_size, runtime=runtime, on_rows=update)
-    row = replace(
-        _row(run, teacher),
-        step=step,
-        **vars(size),
-        perplexity=scores.perplexity,
-        kl=scores.kl,
-        top1=scores.top1,
-        tokens=scores.tokens,
-    )
-    if teacher is None or teacher_size is None or scores.teacher_perplexity is None:
+        scores, of_teacher = measure(
+            student, against, windows, batch_size=run.eval_batch_size, runtime=runtime, on_rows=update
+        )
+    row = replace(_row(run, teacher), step=step, **vars(size), **vars(scores))
+    if teacher is None or teacher_size is None or of_teacher is None:
         return [row]
-    return [
-        replace(
-            row,
-            stage="teacher",
-            model=teacher.identity.name,
-            checkpoint="",
-            adapter="",
-            step=None,
-            **vars(teacher_size),
-            perplexity=scores.teacher_perplexity,
-            kl=0.0,
-            top1=1.0,
-        ),
-        row,
-    ]
+    whole = replace(row, stage="teacher", model=teacher.identity.name, checkpoint="", adapter="", step=None)
+    return [replace(whole, **vars(teacher_size), **vars(of_teacher)), row]
 
 
 def _row(run: EvalRun, teacher: models.Loaded | None) -> Fidelity:

@@ -62,13 +62,12 @@ class Fidelity:
 
 @dataclass(frozen=True)
 class Scores:
-    """What `measure` reads off the logits; see `Fidelity` for the units. The last is the teacher's own."""
+    """What `measure` reads off the logits; see `Fidelity` for the units."""
 
     perplexity: float
     kl: float | None
     top1: float | None
     tokens: int
-    teacher_perplexity: float | None = None
 
 
 @torch.no_grad()
@@ -80,12 +79,12 @@ def measure(
     batch_size: int,
     runtime: Runtime,
     on_rows: Callable[[int], None] = lambda done: None,
-) -> Scores:
+) -> tuple[Scores, Scores | None]:
     """Compare a student with its teacher, if one is given, on the windows' counted positions.
 
-    The models lie on the runtime's device and keep the mode they are in. `on_rows` is told the rows done. Where their
-    vocabularies differ, in padding, KL and top-1 are those of both distributions given one of the ids that both have:
-    softmax over the first min(V) logits. Perplexity is the student's own, over all of its ids.
+    Returns the scores of both. The models lie on the runtime's device and keep the mode they are in. `on_rows` is told
+    the rows done. Where their vocabularies differ, in padding, KL and top-1 are those of both distributions given one
+    of the ids that both have: softmax over the first min(V) logits. Perplexity is each one's own, over all of its ids.
     """
     tokens = int(windows.counted_RT.sum())
     if not tokens:
@@ -104,8 +103,8 @@ def measure(
     nll, kl, same, teacher_nll = (total / tokens).tolist()
     perplexity, teacher_perplexity = (math.exp(min(x, 700.0)) for x in (nll, teacher_nll))  # exp overflows beyond
     if teacher is None:
-        return Scores(perplexity, None, None, tokens)
-    return Scores(perplexity, kl, same, tokens, teacher_perplexity)
+        return Scores(perplexity, None, None, tokens), None
+    return Scores(perplexity, kl, same, tokens), Scores(teacher_perplexity, 0.0, 1.0, tokens)
 
 
 def _full_batch(windows: Windows, begin: int, batch_size: int) -> dict[str, Tensor]:

@@ -53,7 +53,7 @@ def test_measure_equals_the_definitions(teacher_dir, other_teacher_dir, runtime,
     student, teacher = (models.load(str(folder)).model for folder in (other_teacher_dir, teacher_dir))
     ids_RT = torch.randint(0, VOCAB, (5, 17))
     windows = whole_windows(ids_RT, torch.tensor([17, 17, 9, 17, 1]))
-    scores = measure(student, teacher, windows, batch_size=batch_size, runtime=runtime)
+    scores, _ = measure(student, teacher, windows, batch_size=batch_size, runtime=runtime)
     ppl, kl, top1, tokens = oracle(student, teacher, windows)
     assert tokens == scores.tokens == 16 * 3 + 8
     np.testing.assert_allclose([scores.perplexity, scores.kl], [ppl, kl], **ORACLE_FLOAT32._asdict())
@@ -75,7 +75,7 @@ def test_the_head_is_float32_where_the_body_computes_in_bf16(
     ids_BT = torch.randint(0, VOCAB, (4, 17))
     logq_BTV, logp_BTV = (log_probabilities(model, ids_BT)[:, :-1] for model in (student, teacher))
     kl = (logp_BTV.exp() * (logp_BTV - logq_BTV)).sum(-1).mean().item()
-    scores = measure(student, teacher, whole_windows(ids_BT, torch.full((4,), 17)), batch_size=4, runtime=bf16)
+    scores, _ = measure(student, teacher, whole_windows(ids_BT, torch.full((4,), 17)), batch_size=4, runtime=bf16)
     assert scores.kl == pytest.approx(kl, rel=ORACLE_FLOAT32.rtol)
 
     dataset = KDCacheDataset(cache_dir, preload=True)
@@ -92,14 +92,14 @@ def test_a_teacher_is_at_distance_zero_of_itself(teacher_dir, runtime) -> None:
     teacher, same = (models.load(str(teacher_dir)).model for _ in range(2))
     windows = whole_windows(torch.randint(0, VOCAB, (2, 9)), torch.tensor([9, 9]))
     for other in (teacher, same):
-        scores = measure(teacher, other, windows, batch_size=2, runtime=runtime)
+        scores, _ = measure(teacher, other, windows, batch_size=2, runtime=runtime)
         assert (scores.kl, scores.top1) == (0.0, 1.0)
 
 
 def test_whole_windows_give_the_loss_of_transformers(teacher_dir, runtime) -> None:
     model = models.load(str(teacher_dir)).model
     ids_RT = torch.randint(0, VOCAB, (3, 20))
-    scores = measure(model, model, whole_windows(ids_RT, torch.full((3,), 20)), batch_size=3, runtime=runtime)
+    scores, _ = measure(model, model, whole_windows(ids_RT, torch.full((3,), 20)), batch_size=3, runtime=runtime)
     with torch.no_grad():
         expected = model(input_ids=ids_RT, labels=ids_RT).loss.exp().item()
     assert scores.perplexity == pytest.approx(expected, rel=1e-5)

@@ -120,13 +120,13 @@ def test_an_evaluation_is_over_the_ids_of_both(ids, batch_size, resized, other_t
     ids_BT = torch.randint(TOKENS, (8, 24))
     windows = whole_windows(ids_BT, torch.full((8,), 24))
     student, teacher = (models.load(str(at)).model for at in (other_teacher_dir, folder))
-    scores = measure(student, teacher, windows, batch_size=batch_size, runtime=runtime)
+    scores, _ = measure(student, teacher, windows, batch_size=batch_size, runtime=runtime)
     ours, theirs = (logits_of(at, ids_BT)[:, :-1] for at in (other_teacher_dir, folder))
     common = min(ids, VOCAB)
     logp, logq = theirs[..., :common].log_softmax(-1), ours[..., :common].log_softmax(-1)
     assert scores.kl == pytest.approx((logp.exp() * (logp - logq)).sum(-1).mean().item(), rel=1e-4)
     assert scores.top1 == pytest.approx((logp.argmax(-1) == logq.argmax(-1)).float().mean().item())
-    alone = measure(student, None, windows, batch_size=batch_size, runtime=runtime)
+    alone, _ = measure(student, None, windows, batch_size=batch_size, runtime=runtime)
     assert scores.perplexity == alone.perplexity, "the student's own, whoever it is compared with"
 
 

@@ -190,7 +190,7 @@ def padded(cache: str, student: str, folder: str) -> dict:
         models.place(models.load(name).model, runtime) for name in (student, load_manifest(cache).teacher)
     )
     windows = whole_windows(torch.arange(96).reshape(4, 24), torch.full((4,), 24))
-    scores = measure(smaller, teacher, windows, batch_size=2, runtime=runtime)
+    scores, _ = measure(smaller, teacher, windows, batch_size=2, runtime=runtime)
     return {"kl": [trained.first_kl, trained.last_kl], "scores": [scores.kl, scores.top1, scores.perplexity]}
 
 
