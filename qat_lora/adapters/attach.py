@@ -1,11 +1,13 @@
-"""Adapters put on a student and taken off again.
+"""Where recovery adapters go, and how they are put on a student.
 
-They are peft's own: y = base(x) + (alpha / r) * B(A(dropout(x))), A [r, in], B [out, r], B zero at the start.
+They go where Apple's quality-recovery adapters do: q, v, o and the MLP, but not k. They are peft's own:
+y = base(x) + (alpha / r) * B(A(dropout(x))), A [r, in], B [out, r], B zero at the start.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,12 +15,37 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from qat_lora.adapters.where import adapted_linears, short_names
 from qat_lora.config import AdapterConfig
+from qat_lora.errors import ConfigError
 from qat_lora.models.lean.products import linear
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+log = logging.getLogger(__name__)
+
+_KEY_PROJECTIONS = ("k_proj", "key", "key_proj", "wk")
+# q, k and v in one matrix: of Phi3, of GPT-NeoX and Falcon, of others
+_FUSED_PROJECTIONS = ("qkv_proj", "query_key_value", "c_attn", "qkv", "Wqkv")
+
+
+def adapted_linears(targets: Mapping[str, str], config: AdapterConfig) -> list[str]:
+    """Names of the Linears to adapt, out of the targets and their role (see `models.target_linears`).
+
+    Where q, k and v are one matrix, keys are adapted with it, whatever `include_k_proj` says; that is logged.
+    """
+    own = {name: name.rsplit(".", 1)[-1] for name in targets}
+    chosen = [
+        name
+        for name, role in targets.items()
+        if role == "mlp" or (not config.mlp_only and (config.include_k_proj or own[name] not in _KEY_PROJECTIONS))
+    ]
+    if not chosen:
+        raise ConfigError("no Linear is left to adapt; drop --mlp-only.")
+    fused = [own[name] for name in chosen if own[name] in _FUSED_PROJECTIONS]
+    if fused and not config.include_k_proj:
+        log.warning("%s holds q, k and v in one matrix, so k is adapted too; --mlp-only adapts none of them", fused[0])
+    return chosen
 
 
 def attach(model: nn.Module, targets: Mapping[str, str], config: AdapterConfig, *, base_name: str) -> PeftModel:
@@ -34,7 +61,7 @@ def attach(model: nn.Module, targets: Mapping[str, str], config: AdapterConfig, 
         r=config.recovery_r,
         lora_alpha=config.recovery_alpha,
         lora_dropout=config.recovery_dropout,
-        target_modules=short_names(chosen, [name for name, _ in model.named_modules()]),
+        target_modules=_short_names(chosen, [name for name, _ in model.named_modules()]),
         bias="none",
         task_type="CAUSAL_LM",
     )
@@ -49,16 +76,12 @@ def has_adapters(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
-def merged(model: PeftModel) -> nn.Module:
-    """Fold the adapters into dense weights and drop them; the base must hold ordinary nn.Linear layers."""
-    joined: Any = model.merge_and_unload()
-    return joined
-
-
-def without(model: PeftModel) -> nn.Module:
-    """Take the adapters out again and return the base model."""
-    base: Any = model.unload()
-    return base
+def _short_names(chosen: Iterable[str], all_names: Iterable[str]) -> list[str]:
+    """Last parts (q_proj ..) where these pick exactly the chosen modules, which reads better; else the full names."""
+    chosen = set(chosen)
+    last = {name.rsplit(".", 1)[-1] for name in chosen}
+    picked = {name for name in all_names if name.rsplit(".", 1)[-1] in last}
+    return sorted(last if picked == chosen else chosen)
 
 
 class _LoraLinear(nn.Linear):

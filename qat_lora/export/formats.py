@@ -50,9 +50,9 @@ def write_export(student: nn.Module, tokenizer: Any, folder: Path, *, format: st
 
 def export_dequantized(student: nn.Module, tokenizer: Any, folder: Path) -> None:
     """Write the rounded weights in float32, bit for bit, without adapters; the student is left as it is."""
-    base = copy.deepcopy(student)
+    base: Any = copy.deepcopy(student)
     if adapters.has_adapters(base):
-        base = adapters.without(base)
+        base = base.unload()
     to_dense(base)
     models.save_pretrained(base, tokenizer, folder)
 
@@ -61,4 +61,4 @@ def export_merged(student: nn.Module, tokenizer: Any, folder: Path) -> None:
     """Write W + (alpha / r) * B A in float32: one dense model, equal to the student up to the rounding of that sum."""
     dense: Any = copy.deepcopy(student)
     to_dense(dense)
-    models.save_pretrained(adapters.merged(dense), tokenizer, folder)
+    models.save_pretrained(dense.merge_and_unload(), tokenizer, folder)
