@@ -18,6 +18,7 @@ from qat_lora.config import EvalRun, QuantScheme
 from qat_lora.data import check_source, source_words
 from qat_lora.errors import ConfigError, ModelError, OutputError
 from qat_lora.evaluate import Fidelity, Windows, measure, read_fidelity, size_of, text_windows
+from qat_lora.evaluate.table import context
 from qat_lora.export import ADAPTER_FOLDER, BASE_FOLDER
 from qat_lora.files import check_writable, is_remote
 from qat_lora.runtime import Runtime, runtime_for
@@ -27,9 +28,6 @@ from qat_lora.train.folder import versions
 from qat_lora.train.student import load_student, round_to_nearest
 
 log = logging.getLogger(__name__)
-
-# What tells one measurement of the rounded start from another.
-_OF_START = ("stage", "checkpoint", "teacher", "data", "seq_len", "stride", "max_rows")
 
 
 def evaluate(run: EvalRun) -> tuple[list[Fidelity], Path]:
@@ -61,8 +59,7 @@ def evaluate(run: EvalRun) -> tuple[list[Fidelity], Path]:
     rows = measure_rows(run, runtime, student, teacher, loaded, windows, step=content.get("metrics", {}).get("step"))
     if run.rtn and content and teacher is not None:
         start = replace(run, stage="rtn")
-        wanted = asdict(_row(start, teacher))
-        if not any(all(row.get(name) == wanted[name] for name in _OF_START) for row in before):
+        if context(asdict(_row(start, teacher))) not in map(context, before):
             rounded = models.load(run.model)
             round_to_nearest(rounded.model, from_json(QuantScheme, content["scheme"]))
             rows.insert(1, measure_rows(start, runtime, rounded.model, teacher, rounded, windows)[-1])

@@ -14,23 +14,7 @@ from qat_lora.config.quant import LinearQuant, QuantScheme
 from qat_lora.config.runs import AnyRun, EvalRun, ExportRun, QatRun, RecoveryRun
 
 __all__ = [
-    "AdapterConfig",
-    "AnyRun",
-    "EvalRun",
-    "ExecutionConfig",
-    "ExportRun",
-    "KDConfig",
-    "LinearQuant",
-    "LoopConfig",
-    "MemDebug",
-    "OptimConfig",
-    "Packing",
-    "PlaceConfig",
-    "QatRun",
-    "QuantScheme",
-    "RecoveryRun",
-    "Shard",
-    "Store",
-    "Support",
-    "Sync",
-]
+    "AdapterConfig", "AnyRun", "EvalRun", "ExecutionConfig", "ExportRun", "KDConfig", "LinearQuant", "LoopConfig",
+    "MemDebug", "OptimConfig", "Packing", "PlaceConfig", "QatRun", "QuantScheme", "RecoveryRun", "Shard", "Store",
+    "Support", "Sync",
+]  # fmt: skip

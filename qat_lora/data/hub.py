@@ -50,17 +50,23 @@ def hub_rows(spec: str, config: SourceConfig, columns: Sequence[str]) -> Iterato
 
 def load_dataset(spec: str, *, streaming: bool) -> Any:
     """Open a data set; without `streaming` it is then on the local disk, where others of this machine find it."""
-    name, config, split = _parts(spec)
+    # At most three parts: the split may hold a colon of its own, as in train[:1%].
+    name, config, split = [*spec.removeprefix(HUB_PREFIX).split(":", 2), "", ""][:3]
+    if not name:
+        raise DataError(
+            f"The source {spec!r} is malformed; write hf:dataset, hf:dataset:config or hf:dataset:config:split."
+        )
+    split = split or "train"
     try:
         import datasets
     except ImportError as error:
         raise DataError(
             f"The source {spec!r} needs the package 'datasets'; pip install 'qat_lora[hf]' or use local files."
         ) from error
-    logger.info("reading %s (config %s, split %s%s)", name, config, split, ", streaming" if streaming else "")
+    logger.info("reading %s (config %s, split %s%s)", name, config or None, split, ", streaming" if streaming else "")
     try:
         # No network and no such dataset are OSErrors; no such config or split are ValueErrors.
-        return datasets.load_dataset(name, config, split=split, streaming=streaming)
+        return datasets.load_dataset(name, config or None, split=split, streaming=streaming)
     except _errors() as error:
         raise DataError(
             f"Cannot load {spec!r} ({first_line(error)}); check dataset, config, split and network, or use local files."
@@ -71,14 +77,3 @@ def _errors() -> tuple[type[Exception], ...]:
     import datasets
 
     return OSError, ValueError, datasets.exceptions.DatasetsError
-
-
-def _parts(spec: str) -> tuple[str, str | None, str]:
-    # At most three parts: the split may hold a colon of its own, as in train[:1%].
-    parts = spec.removeprefix(HUB_PREFIX).split(":", 2)
-    if not parts[0]:
-        raise DataError(
-            f"The source {spec!r} is malformed; write hf:dataset, hf:dataset:config or hf:dataset:config:split."
-        )
-    config = parts[1] if len(parts) > 1 and parts[1] else None
-    return parts[0], config, parts[2] if len(parts) > 2 else "train"

@@ -15,7 +15,6 @@ from qat_lora.files import write_json
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Rows that agree in these are measurements of one thing: the later one replaces the earlier one.
 CONTEXT = ("stage", "model", "checkpoint", "adapter", "teacher", "data", "seq_len", "stride", "max_rows")
 
 
@@ -40,6 +39,11 @@ def fidelity_table(rows: Sequence[Fidelity], title: str = "") -> Table:
     return table
 
 
+def context(row: dict[str, Any]) -> list[Any]:
+    """What was measured: rows that agree in it are one measurement, of which the later replaces the earlier."""
+    return [row.get(name) for name in CONTEXT]
+
+
 def read_fidelity(path: Path) -> list[dict[str, Any]]:
     """The rows of a fidelity.json; none where there is no file. Raises OutputError where it is something else."""
     try:
@@ -54,10 +58,6 @@ def read_fidelity(path: Path) -> list[dict[str, Any]]:
 def write_fidelity(path: Path, rows: Sequence[Fidelity]) -> list[str]:
     """Add rows to fidelity.json; return the stages whose earlier row, of the same context, was replaced."""
     added = [asdict(row) for row in rows]
-
-    def context(row: dict[str, Any]) -> list[Any]:
-        return [row.get(name) for name in CONTEXT]
-
     contexts = [context(row) for row in added]
     before = read_fidelity(path)
     write_json(path, [*(row for row in before if context(row) not in contexts), *added])
