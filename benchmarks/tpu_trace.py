@@ -23,10 +23,10 @@ from torch_xla.core.xla_builder import create_placeholder_tensor
 
 from qat_lora import adapters, models
 from qat_lora.cache import CacheManifest
-from qat_lora.cache.reduce import stored_of
 from qat_lora.config import AdapterConfig, ExecutionConfig, KDConfig, OptimConfig, Packing
 from qat_lora.config.presets import scheme
 from qat_lora.evaluate import Windows, cached_kl, measure
+from qat_lora.kd.reduce import reduced
 from qat_lora.models.lean.loops import in_turn
 from qat_lora.quant import freeze_codes, quantize_model
 from qat_lora.runtime.precision import lower_frozen, precision_for
@@ -238,7 +238,7 @@ def _cache(case: Case, runtime: CaptureRuntime) -> None:
     with torch.no_grad():
         hidden_SH, _ = models.hidden_and_head(model, ids_BT, runtime, position_ids_BT=positions_BT)
         hidden_BTH = hidden_SH.unflatten(0, ids_BT.shape)
-        kept = stored_of(hidden_BTH, head, _manifest(case), case.kd.chunk_tokens)
+        kept = reduced(hidden_BTH, head, _manifest(case).target_spec, case.kd.chunk_tokens)
     del hidden_SH, hidden_BTH
     runtime.mark_step("cache")
     del kept

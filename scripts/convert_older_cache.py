@@ -36,9 +36,9 @@ import torch
 from qat_lora import models
 from qat_lora.cache import CacheIndex, CacheManifest, row_keys, source_digest
 from qat_lora.cache.operations import Progress, check_apart, joined, narrowed, narrower, rewrite
-from qat_lora.cache.reduce import LEAST_LOGPROB
 from qat_lora.cli.progress import counted
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError, QatLoraError
+from qat_lora.kd.reduce import LEAST_LOGPROB
 
 ROWS_AT_ONCE = 16  # whose logits become float64, and whose samples are looked up among the candidates
 

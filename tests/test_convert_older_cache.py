@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.cache import KDCacheDataset, load_cache, load_manifest, merge, topk_rows, verify
+from qat_lora.cache import KDCacheDataset, load_cache, load_manifest, merge, verify
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
+from qat_lora.kd.reduce import topk_rows
 from scripts.convert_older_cache import OlderRows, convert_older
 from tests.cache.test_build import contents
 

@@ -6,7 +6,6 @@ from qat_lora.cache.index import CacheIndex, Shard, load_cache, row_keys, source
 from qat_lora.cache.manifest import CacheManifest, Part, load_manifest
 from qat_lora.cache.operations import convert, merge, split_parts, split_rows
 from qat_lora.cache.read import KDCacheDataset
-from qat_lora.cache.reduce import topk_rows
 from qat_lora.cache.vocabulary import differ_in_padding
 from qat_lora.cache.write import CacheWriter
 
@@ -30,6 +29,5 @@ __all__ = [
     "split_rows",
     "summarise",
     "token_arrays",
-    "topk_rows",
     "verify",
 ]

@@ -1,7 +1,7 @@
 """Building a cache: the loop over the teacher, and the thread that encodes and writes behind it.
 
-The model comes as a function and a head, so nothing here knows transformers; what becomes of logits is `reduce`'s, what
-becomes of a folder `write`'s.
+The model comes as a function and a head, so nothing here knows transformers; what becomes of logits is `kd.reduce`'s,
+what becomes of a folder `write`'s.
 
 Legend: B batch, T position, V vocabulary, N draws, m temperatures with ratios, H hidden, R rows.
 """
@@ -20,9 +20,11 @@ from torch import Tensor
 from qat_lora.cache.bits import Array
 from qat_lora.cache.manifest import TOKEN_FIELDS, Arrays, CacheManifest
 from qat_lora.cache.positions import document_positions
-from qat_lora.cache.reduce import check_numbers, random_numbers, stored_of
 from qat_lora.cache.write import CacheWriter
 from qat_lora.data.rows import TokenRows
+from qat_lora.errors import ModelError
+from qat_lora.kd.draws import uniforms
+from qat_lora.kd.reduce import reduced
 
 QUEUED_BATCHES = 8  # that the teacher may be ahead of what writes
 
@@ -81,7 +83,8 @@ def build_cache(
     def predicted(fields: Arrays, chosen: range) -> dict[str, Tensor]:
         inputs_BT = [_filled(x, batch_size).to(device) for x in _inputs(fields)]
         chance = _chance(manifest, chosen, batch_size, device)
-        found = stored_of(hidden_fn(*inputs_BT), head, manifest, chunk_tokens, chance=chance)
+        hidden_BTH, proposal = hidden_fn(*inputs_BT), manifest.proposal_temperature
+        found = reduced(hidden_BTH, head, manifest.target_spec, chunk_tokens, chance=chance, proposal=proposal)
         mark_step()
         return found
 
@@ -112,8 +115,23 @@ def _on_host(manifest: CacheManifest, stored: dict[str, Tensor], chosen: range, 
     for name, x_S in stored.items():
         x_BT = x_S.cpu().unflatten(0, (batch_size, -1))[: len(chosen)].numpy()
         found[name] = x_BT.astype(manifest.fields(1)[name][1], copy=False)
-        check_numbers(name, found[name], chosen)
+        _check_numbers(name, found[name], chosen)
     return found
+
+
+def _check_numbers(name: str, x_BT: Array, rows: range) -> None:
+    """Raise ModelError where the teacher computes no numbers: a student would learn nonsense in silence."""
+    if not np.issubdtype(x_BT.dtype, np.floating):
+        return
+    wrong = np.isnan(x_BT) | (x_BT == np.inf)
+    if name != "logits":  # where -inf forbids a token
+        wrong |= x_BT == -np.inf
+    if wrong.any():
+        place = np.argwhere(wrong)[0]
+        raise ModelError(
+            f"The teacher's logits are NaN or infinite at row {rows[int(place[0])]}, position {place[1]}; use --dtype "
+            "fp32, or another teacher."
+        )
 
 
 def _encode(writer: CacheWriter, fields: Arrays, pieces: list[Any]) -> None:
@@ -168,8 +186,11 @@ def _filled(rows: Array, batch_size: int) -> Tensor:
 
 
 def _chance(manifest: CacheManifest, rows: range, batch_size: int, device: torch.device | str) -> Tensor | None:
-    numbers = random_numbers(manifest, rows)
-    return None if numbers is None else _filled(numbers, batch_size).to(device)
+    """The random numbers of some rows, float32 [B, T, 1 + N * m], where their store takes any."""
+    if not manifest.draws:
+        return None
+    count = 1 + manifest.draws * len(manifest.weighed)
+    return _filled(uniforms(manifest.sampling_seed, rows, manifest.seq_len, count), batch_size).to(device)
 
 
 def _check_rows(rows: TokenRows, manifest: CacheManifest) -> None:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora import models
-from qat_lora.cache import KDCacheDataset, topk_rows
+from qat_lora.cache import KDCacheDataset
 from qat_lora.config import QatRun, RecoveryRun
 from qat_lora.kd import TargetSpec
+from qat_lora.kd.reduce import topk_rows
 from qat_lora.runtime import Runtime
 from qat_lora.train.checkpoint import load_tensors
 from qat_lora.train.objective import Anchor, Batch

@@ -10,9 +10,7 @@ from qat_lora.cache import (
     CacheWriter,
     KDCacheDataset,
     build_cache,
-    topk_rows,
 )
-from qat_lora.cache.reduce import LEAST_LOGPROB
 from qat_lora.errors import CacheMismatch
 from qat_lora.kd import (
     Head,
@@ -24,6 +22,7 @@ from qat_lora.kd import (
     sparse_kl,
     targets,
 )
+from qat_lora.kd.reduce import LEAST_LOGPROB, topk_rows
 from tests.cache.conftest import SEQ_LEN, VOCAB, TinyTeacher, blocks_of, build, manifest_of
 from tests.reference import kd as reference
 

@@ -11,7 +11,6 @@ import torch
 from qat_lora.cache import KDCacheDataset
 from qat_lora.cache.bits import run_ends
 from qat_lora.cache.codec import decoded, encoded
-from qat_lora.cache.reduce import drawn_rows
 from qat_lora.errors import CacheError, ModelError
 from qat_lora.kd import (
     SampledTarget,
@@ -21,6 +20,7 @@ from qat_lora.kd import (
     targets,
 )
 from qat_lora.kd.draws import draw, ratio_of, uniforms
+from qat_lora.kd.reduce import drawn_rows
 from tests.cache.conftest import TinyTeacher, blocks_of, build, manifest_of
 
 VOCAB = 1100  # three blocks, the last one short

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.cache import KDCacheDataset, topk_rows
-from qat_lora.cache.reduce import with_tail_draws
+from qat_lora.cache import KDCacheDataset
 from qat_lora.config import KDConfig
 from qat_lora.config.cache import CacheRun
 from qat_lora.errors import CacheMismatch, ConfigError
 from qat_lora.kd import SparseTarget, TargetSpec, chunked_head_loss, distillation, soft_ce, sparse_kl, targets
 from qat_lora.kd.draws import ratio_of, uniforms
+from qat_lora.kd.reduce import topk_rows, with_tail_draws
 from qat_lora.models import Head
 from qat_lora.train.objective import check_serves
 from tests.cache.conftest import TinyTeacher, blocks_of, build, manifest_of

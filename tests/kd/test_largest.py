@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qat_lora.cache import largest as module
-from qat_lora.cache.largest import largest
+from qat_lora.kd import largest as module
+from qat_lora.kd.largest import largest
 
 
 @pytest.mark.parametrize("threads", [1, 3])

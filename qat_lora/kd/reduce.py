@@ -1,6 +1,6 @@
-"""From a chunk of the teacher's logits to what a cache stores of it: candidates, draws, or all logits.
+"""From a chunk of a teacher's logits to what is kept of it: candidates, draws, or all logits.
 
-The loop over rows is `build`'s (`teacher`), the mathematics of draws `qat_lora.kd.draws`'.
+The mathematics of draws is `draws`'; the loop over rows, and what becomes of files, a cache's.
 
 Legend: B batch, T position, V vocabulary, K candidates, N draws, m temperatures with ratios, H hidden, S flattened
 token rows (B*T), n temperatures.
@@ -9,72 +9,58 @@ token rows (B*T), n temperatures.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qat_lora.cache.largest import largest
-from qat_lora.cache.manifest import CacheManifest
-from qat_lora.errors import ModelError
-from qat_lora.kd.draws import draw, ratio_codes, uniforms
+from qat_lora.kd.draws import draw, ratio_codes
+from qat_lora.kd.largest import largest
+from qat_lora.kd.targets import TargetSpec
 
 # float16 holds it, exp of it is 0: a token that the teacher forbids (logit -inf) stays a finite number.
 LEAST_LOGPROB = -1.0e4
 NEAR_NUMBERS = 2**17  # half a megabyte
 
 
-def stored_of(
+def reduced(
     hidden_BTH: Tensor,
     head: Callable[[Tensor], Tensor],
-    manifest: CacheManifest,
+    spec: TargetSpec,
     chunk_tokens: int,
     *,
     chance: Tensor | None = None,
+    proposal: float = 1.0,
 ) -> dict[str, Tensor]:
-    """What is stored of a batch, [B * T, ...] on its device.
+    """What is kept of a batch, [B * T, ...] on its device.
 
     Args:
         hidden_BTH: last hidden states.
         head: hidden ``[c, H]`` -> logits ``[c, V]``.
-        manifest: says what is stored.
+        spec: says what is kept.
         chunk_tokens: token rows per call of `head`.
-        chance: where the store has draws, the batch's `random_numbers`.
+        chance: where draws are kept, random numbers ``[B, T, 1 + N * m]`` (see `drawn_rows`).
+        proposal: the temperature to draw at.
     """
     hidden = hidden_BTH.flatten(0, 1).split(chunk_tokens)
     numbers = [None] * len(hidden) if chance is None else chance.flatten(0, 1).split(chunk_tokens)
     chunks = []
     for hidden_cH, chance_c in zip(hidden, numbers, strict=True):
         logits_cV = head(hidden_cH)
-        if logits_cV.shape[-1] != manifest.vocab_size:
-            raise ValueError(f"the manifest says vocab_size={manifest.vocab_size}, got {logits_cV.shape[-1]} logits")
-        chunks.append(_reduced(logits_cV.float(), manifest, chance_c))
+        if logits_cV.shape[-1] != spec.vocab_size:
+            raise ValueError(f"the cache is of vocab_size={spec.vocab_size}, got {logits_cV.shape[-1]} logits")
+        chunks.append(_reduced(logits_cV.float(), spec, chance_c, proposal))
     return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
 
 
-def random_numbers(manifest: CacheManifest, rows: range) -> np.ndarray[Any, Any] | None:
-    """The random numbers of some rows, float32 [R, T, 1 + N * m], where their store takes any."""
-    if not manifest.draws:
-        return None
-    return uniforms(manifest.sampling_seed, rows, manifest.seq_len, 1 + manifest.draws * len(manifest.weighed))
-
-
-def check_numbers(name: str, x_BT: np.ndarray[Any, Any], rows: range) -> None:
-    """Raise ModelError where the teacher computes no numbers: a student would learn nonsense in silence."""
-    if name in ("topk_logprobs", "tail", "entropy", "tail_entropy"):
-        wrong = ~np.isfinite(x_BT)
-    elif name == "logits":  # -inf forbids a token
-        wrong = np.isnan(x_BT) | (x_BT == np.inf)
-    else:
-        return
-    if wrong.any():
-        place = np.argwhere(wrong)[0]
-        raise ModelError(
-            f"The teacher's logits are NaN or infinite at row {rows[int(place[0])]}, position {place[1]}; use --dtype "
-            "fp32, or another teacher."
-        )
+def _reduced(logits_cV: Tensor, spec: TargetSpec, chance: Tensor | None, proposal: float) -> dict[str, Tensor]:
+    if spec.store == "full":
+        return {"logits": logits_cV}
+    found = {} if spec.store == "sampled" else topk_rows(logits_cV, spec.top_k, spec.temperatures)
+    if chance is None:
+        return found
+    of_draws = (chance, spec.samples or spec.tail_draws, proposal, spec.temperatures)
+    return with_tail_draws(found, logits_cV, *of_draws) if found else drawn_rows(logits_cV, *of_draws)
 
 
 def topk_rows(logits_SV: Tensor, k: int, temperatures: Sequence[float]) -> dict[str, Tensor]:
@@ -159,14 +145,3 @@ def with_tail_draws(
     tail_Sn, entropy_Sn = found["tail"], drawn.pop("entropy")
     log_tail_Sn = tail_Sn.clamp(min=torch.finfo(torch.float32).tiny).log()
     return found | drawn | {"tail_entropy": tail_Sn * (entropy_Sn - log_tail_Sn)}
-
-
-def _reduced(logits_cV: Tensor, manifest: CacheManifest, chance: Tensor | None) -> dict[str, Tensor]:
-    if manifest.store == "full":
-        return {"logits": logits_cV}
-    draws = (manifest.draws, manifest.proposal_temperature, manifest.temperatures)
-    if manifest.store == "sampled":
-        assert chance is not None
-        return drawn_rows(logits_cV, chance, *draws)
-    found = topk_rows(logits_cV, manifest.top_k, manifest.temperatures)
-    return found if chance is None else with_tail_draws(found, logits_cV, chance, *draws)
