@@ -80,30 +80,28 @@ def build_cache(
     manifest = writer.manifest
     _check_rows(rows, manifest)
 
-    def predicted(fields: Arrays, chosen: range) -> dict[str, Tensor]:
-        inputs_BT = [_filled(x, batch_size).to(device) for x in _inputs(fields)]
-        chance = _chance(manifest, chosen, batch_size, device)
-        hidden_BTH, proposal = hidden_fn(*inputs_BT), manifest.proposal_temperature
+    def fields_of(chosen: range) -> dict[str, Array]:
+        fields = token_arrays(rows, manifest, slice(chosen.start, chosen.stop))
+        hidden_BTH = hidden_fn(*(_filled(x, batch_size).to(device) for x in _inputs(fields)))
+        chance, proposal = _chance(manifest, chosen, batch_size, device), manifest.proposal_temperature
         found = reduced(hidden_BTH, head, manifest.target_spec, chunk_tokens, chance=chance, proposal=proposal)
         mark_step()
-        return found
+        return fields | _on_host(manifest, found, chosen, batch_size)
 
     done = writer.rows_done
     with _Behind() as behind:
         for turn in range(writer.rounds):
             index = writer.indices[turn] if turn < len(writer.indices) else -1
             if index in writer.missing:
-                of_shard = manifest.shard_rows(index)
-                if not writer.is_there(index):  # another builder may have been here
-                    pieces: list[tuple[Arrays, Arrays]] = []
-                    for first in range(of_shard.start, of_shard.stop, batch_size):
-                        chosen = range(first, min(first + batch_size, of_shard.stop))
-                        fields = token_arrays(rows, manifest, slice(chosen.start, chosen.stop))
-                        fields |= _on_host(manifest, predicted(fields, chosen), chosen, batch_size)
-                        behind.do(_encode, writer, fields, pieces)
-                        if progress is not None:
-                            progress(done + chosen.stop - of_shard.start, writer.rows)
-                    behind.do(_write, writer, index, pieces)
+                of_shard, pieces = manifest.shard_rows(index), list[tuple[Arrays, Arrays]]()
+                starts = of_shard[::batch_size] if not writer.is_there(index) else ()  # another builder may be quicker
+                for first in starts:
+                    chosen = range(first, min(first + batch_size, of_shard.stop))
+                    behind.do(_encode, writer, fields_of(chosen), pieces)
+                    if progress is not None:
+                        progress(done + chosen.stop - of_shard.start, writer.rows)
+                if starts:
+                    behind.do(writer.write_encoded, index, pieces)
                 done += len(of_shard)
             barrier()
     barrier()
@@ -136,11 +134,6 @@ def _check_numbers(name: str, x_BT: Array, rows: range) -> None:
 
 def _encode(writer: CacheWriter, fields: Arrays, pieces: list[Any]) -> None:
     pieces.append(writer.encode(fields))
-
-
-def _write(writer: CacheWriter, index: int, pieces: list[Any]) -> None:
-    writer.write_encoded(index, pieces)
-    pieces.clear()
 
 
 class _Behind:
