@@ -44,7 +44,7 @@ def without_ids_from(vocab_size: int, batch: dict[str, Array], temperatures: Seq
         temperatures: of `tail`; the first is 1.
 
     Returns:
-        The batch, its other fields as they were. The arrays given are left alone.
+        The batch, its other fields as they were. The arrays given do not change.
     """
     if "draw_ids" in batch:
         batch = _other_draws(vocab_size, batch)

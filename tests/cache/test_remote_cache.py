@@ -1,4 +1,4 @@
-"""A cache at a URL: built, gone on with, read, streamed and verified as one in a folder is."""
+"""A cache at a URL: built, continued, read, streamed and verified as one in a folder is."""
 
 from __future__ import annotations
 
