@@ -1,7 +1,6 @@
 """Batches made ready by a thread while the device works.
 
-Owns the thread: what it reads, how far ahead, and that it ends. What makes a batch ready for a device is in `local`;
-torch_xla has a loader of its own.
+Owns the thread: what it reads, how far ahead, and that it ends. What makes a batch ready for a device is a runtime's.
 """
 
 from __future__ import annotations

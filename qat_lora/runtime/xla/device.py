@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from qat_lora.runtime.base import CompiledGraph, Phase, Runtime
 from qat_lora.runtime.device import enable_transparent_hugepages, is_tpu_available
 from qat_lora.runtime.memory import MemoryUse, device_memory, process_memory
 from qat_lora.runtime.precision import lower_frozen, precision_for
+from qat_lora.runtime.prefetch import prefetched
 from qat_lora.runtime.xla.graphs import Compilations, compile_log, cuts
 from qat_lora.runtime.xla.scan import Step, as_numbers, scan_layers
 
@@ -32,7 +33,6 @@ log = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "QAT_LORA_XLA_CACHE"
 CHIPS_VARIABLE = "TPU_NUM_DEVICES"  # torch_xla names it and reads it nowhere
-_BATCHES_AHEAD = 4  # read and uploaded while the device works
 
 
 def why_absent() -> str:
@@ -57,7 +57,6 @@ class XlaRuntime(Runtime):
     """
 
     static_graph = True
-    _input_sharding: Any = None
 
     def __init__(self, *, dtype: str = "auto", sync: Sync = "phase", cache_dir: Path | None = None) -> None:
         log_path = compile_log(os.environ)
@@ -216,25 +215,16 @@ class XlaRuntime(Runtime):
         self.mark_step("set-up")
         return model
 
+    def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        # at once: a tensor that `.to` moves goes up when a graph that takes it in is run
+        return self._xm.send_cpu_data_to_device(batch, self.device)
+
     def wrap_loader(self, loader: Iterable[dict[str, Tensor]]) -> Generator[dict[str, Tensor]]:
-        """Read and upload batches in the background.
+        """Read and upload ahead in a thread.
 
-        torch_xla's loader cuts the graph before each batch, so all batches of a step are taken before its first
-        forward, when nothing is pending.
+        Not by torch_xla's own loader: it cuts the graph before each batch, and ends in silence where reading fails.
         """
-        from torch_xla.distributed.parallel_loader import ParallelLoader
-
-        failures: list[BaseException] = []
-        ahead = {"loader_prefetch_size": _BATCHES_AHEAD, "device_prefetch_size": _BATCHES_AHEAD}
-        parallel = ParallelLoader(
-            _noting(loader, failures), [self.device], input_sharding=self._input_sharding, **ahead
-        )
-        try:
-            yield from parallel.per_device_loader(self.device)
-            if failures:  # its reading thread ends in silence
-                raise failures[0]
-        finally:
-            parallel.close()
+        return prefetched(loader, self.to_device)
 
     def memory(self) -> MemoryUse:
         # of a chip that is not counted nothing is known to be free
@@ -251,10 +241,3 @@ class XlaRuntime(Runtime):
 
     def compilations(self) -> Sequence[CompiledGraph]:
         return self._compilations.all()
-
-
-def _noting(loader: Iterable[dict[str, Tensor]], failures: list[BaseException]) -> Iterator[dict[str, Tensor]]:
-    try:
-        yield from loader
-    except Exception as error:
-        failures.append(error)

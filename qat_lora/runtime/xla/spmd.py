@@ -35,7 +35,6 @@ class SpmdRuntime(XlaRuntime):
         super().__init__(dtype=dtype, sync=sync, cache_dir=cache_dir)
         self._spreads_model = spreads_model
         self._mesh = self._spmd.Mesh(np.arange(self.devices), (self.devices,), (_AXIS,))
-        self._input_sharding = _ByRows(self._spmd, self._mesh)
 
     def _configure(self) -> None:
         import torch_xla.distributed.spmd as spmd
@@ -57,7 +56,7 @@ class SpmdRuntime(XlaRuntime):
 
     def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Divided by rows where these can be divided."""
-        return {name: self._by_rows(x) for name, x in super().to_device(batch).items()}
+        return {name: self._by_rows(x.to(self.device)) for name, x in batch.items()}
 
     def place(self, model: nn.Module) -> nn.Module:
         """Mark how it lies on the devices, too; what leaves a layer is divided by rows."""
@@ -120,16 +119,3 @@ class SpmdRuntime(XlaRuntime):
         """Say that a tensor is divided along `dim`, or that it lies on each device whole."""
         self._spmd.mark_sharding(x, self._mesh, tuple(_AXIS if i == dim else None for i in range(x.dim())))
         return x
-
-
-class _ByRows:
-    """A sharding of torch_xla's loader for tensors of any rank; its own is for one."""
-
-    minibatch = False  # the loader hands over the rows of all devices
-
-    def __init__(self, spmd: Any, mesh: Any) -> None:
-        self._spmd, self._mesh = spmd, mesh
-
-    def xla_spec(self, x: Tensor) -> Any:
-        """How a tensor of a batch is divided."""
-        return self._spmd.ShardingSpec(self._mesh, (_AXIS, *[None] * (x.dim() - 1))).xla_spec(x)
