@@ -121,22 +121,18 @@ def parse_compilations(text: str) -> list[CompiledGraph]:
 
 
 def _parsed(block: str) -> CompiledGraph:
-    def number(label: str) -> int:
-        found = re.search(rf"{label}: (\d+)", block)
-        return int(found.group(1)) if found else 0
+    def first(pattern: str) -> str:
+        found = re.search(pattern, block, re.DOTALL)
+        return found.group(1) if found else ""
 
-    def size(label: str) -> int:
-        found = re.search(rf"{label}: ([\d.]+) GB", block)
-        return round(float(found.group(1)) * 2**30) if found else 0
-
-    graph_hash = re.search(r"Graph Hash: (\w+)", block)
-    frames = re.search(r"Python Frame Triggered Execution: \n(.*?)Compilation Analysis: -----", block, re.DOTALL)
-    lines = [line.split(":", 1)[1].strip() for line in (frames.group(1) if frames else "").splitlines() if ":" in line]
+    graph_hash = first(r"Graph Hash: (\w+)")
+    frames = first(r"Python Frame Triggered Execution: \n(.*?)Compilation Analysis: -----").splitlines()
+    lines = [line.split(":", 1)[1].strip() for line in frames if ":" in line]
     return CompiledGraph(
         phase="",
-        hash=graph_hash.group(1).zfill(32) if graph_hash else "",  # printed without leading zeros
-        inputs=number("Number of Graph Inputs"),
-        outputs=number("Number of Graph Outputs"),
-        bytes_by_use={use: size(label) for use, label in _BYTES.items()},
+        hash=graph_hash and graph_hash.zfill(32),  # printed without leading zeros
+        inputs=int(first(r"Number of Graph Inputs: (\d+)") or 0),
+        outputs=int(first(r"Number of Graph Outputs: (\d+)") or 0),
+        bytes_by_use={use: round(float(first(rf"{label}: ([\d.]+) GB") or 0) * 2**30) for use, label in _BYTES.items()},
         frames=tuple(line for line in lines if "site-packages" not in line),
     )
