@@ -68,7 +68,7 @@ class Runtime:
 
     Attributes:
         device: where tensors live.
-        rank: 0-based. world_size: 1 when alone; callers never branch on it.
+        rank: 0-based. world_size: 1 without others; callers never branch on it.
         devices: among which this rank's batches are divided: 1, but where one program runs on all of them.
         precision: see `Precision`.
         static_graph: whether whole graphs are compiled ahead, without fused attention and with expensive scatters: then
@@ -171,7 +171,7 @@ class Runtime:
     def scan(self, layers: nn.ModuleList, hidden_BTH: Tensor, shared: dict[str, Any]) -> Tensor:
         """Run equal layers one after the other as one loop on the device, each called with `shared` as keywords.
 
-        Backward keeps of each layer its input alone, as with `checkpoint`. Refused where nothing is compiled.
+        Backward keeps only the input of each layer, as with `checkpoint`. Refused where nothing is compiled.
         """
         raise ConfigError(f"scan_layers=True needs torch_xla, but the device is {self.device}; drop --scan-layers.")
 

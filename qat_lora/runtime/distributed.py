@@ -1,7 +1,7 @@
 """torch.distributed: one process per device, launched by torchrun; NCCL between GPUs, gloo between CPUs.
 
 Each rank holds the whole model and reads its own rows. What crosses the wire is the gradient of what is trained, once
-per optimizer step: for recovery the adapters' alone.
+per optimizer step: for recovery only the adapters'.
 """
 
 from __future__ import annotations

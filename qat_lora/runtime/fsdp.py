@@ -40,7 +40,7 @@ class FsdpRuntime(DistributedRuntime):
         for layer in layers:  # each goes to the device, is cut, and makes room for the next
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         # The trunk makes one pipeline of them: a layer's parameters travel while the one before it computes. Of its own
-        # it shards what is trained alone: the head reads the embeddings outside of any forward.
+        # it shards only what is trained: the head reads the embeddings outside of any forward.
         frozen = {p for p in trunk.parameters() if not p.requires_grad and not isinstance(p, DTensor)}
         fully_shard(trunk, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)
         for x in (*model.parameters(), *model.buffers()):

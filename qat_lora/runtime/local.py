@@ -31,7 +31,7 @@ class LocalRuntime(Runtime):
             torch.mps.synchronize()
 
     def wrap_loader(self, loader: Iterable[dict[str, Tensor]]) -> Generator[dict[str, Tensor]]:
-        """Read batches ahead in a thread, for CUDA into pinned memory, from which a copy keeps nobody waiting."""
+        """Read batches ahead in a thread, for CUDA into pinned memory, from which a copy need not be waited for."""
         with contextlib.closing(prefetched(loader, self._staged)) as batches:
             for batch in batches:
                 yield self.to_device(batch)

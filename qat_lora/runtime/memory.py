@@ -33,7 +33,7 @@ def device_memory(kind: str, device: torch.device | None = None) -> MemoryUse | 
 def process_memory() -> MemoryUse:
     """Resident bytes of this process and its peak, the machine's total and what is available of it.
 
-    macOS says the peak alone, Windows nothing: then the others are 0 and None.
+    macOS tells only the peak, which then stands for both; Windows tells nothing. What is not known is 0 or None.
     """
     status = Path("/proc/self/status")
     if status.exists():  # getrusage's peak is inherited from the parent process there

@@ -37,7 +37,7 @@ def leave() -> None:
 
 
 class GlooControl:
-    """A gloo group of all ranks on their hosts: its monitored barriers alone say who is missing. All ranks make one."""
+    """A gloo group of all ranks on their hosts: only its monitored barriers say who is missing. All ranks make one."""
 
     def __init__(self, timeout_seconds: int) -> None:
         self._timeout = datetime.timedelta(seconds=timeout_seconds)

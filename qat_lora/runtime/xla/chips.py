@@ -26,7 +26,7 @@ from qat_lora.runtime.xla.device import CHIPS_VARIABLE, XlaRuntime, why_absent
 
 # Parts of a host's chips that are a mesh of their own (chip n of a host is process n), as torch_xla reads them.
 _BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
-# Variables of the user's that torch_xla would heed before what it is told.
+# Variables of the user's that torch_xla reads first.
 _LIMITING = (
     *("TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_VISIBLE_CHIPS"),
     *("TPU_PROCESS_ADDRESSES", "TPU_PROCESS_PORT", "CLOUD_TPU_TASK_ID"),
@@ -75,7 +75,7 @@ class ChipsRuntime(XlaRuntime):
         self._xm.reduce_gradients(optimizer)
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:
-        # with the group named, torch_xla orders it before and after the other sums of a graph, on all ranks alike
+        # with its group given, torch_xla orders it before and after the other sums of a graph, on all ranks alike
         total: Tensor = self._xm.all_reduce(self._xm.REDUCE_SUM, x, groups=[list(range(self.world_size))])
         return total
 
@@ -99,7 +99,7 @@ def launch(main: Callable[[list[str]], int], argv: list[str], *, chips: int) -> 
             "started some; run without torchrun."
         )
     count, settings = _limits(chips)
-    os.environ |= settings | _meeting_point()
+    os.environ |= settings | _master_port()
     if count == 1:
         return main(argv)
     ranks = start_processes(_run_rank, (count, main, argv), count, join=False, start_method="spawn")
@@ -164,7 +164,7 @@ def _limits(chips: int) -> tuple[int, dict[str, str]]:
     where = "on this host" if on_tpu else f"with PJRT_DEVICE={os.environ['PJRT_DEVICE']}"
     if not there:
         raise DeviceError("no TPU chip is on the PCI bus, where torch_xla counts them; run on a TPU machine.")
-    wanted = _chips_named(chips) or there
+    wanted = _chips_wanted(chips) or there
     if wanted > there:
         raise DeviceError(f"TPU chips asked for: {wanted}, chips {where}: {there}; use --num-chips {there}.")
     settings = {} if wanted == there else _bounds(wanted, there)
@@ -194,7 +194,7 @@ def _is_on_tpu() -> bool:
 
 
 def _is_one_of_several_hosts() -> bool:
-    """As torch_xla sees it: by its variables, or by the metadata of a cloud's machine; elsewhere a host is alone."""
+    """As torch_xla sees it: by its variables, or by the metadata of a cloud's machine; elsewhere there is one host."""
     from torch_xla._internal import tpu
 
     try:
@@ -203,7 +203,7 @@ def _is_one_of_several_hosts() -> bool:
         return False
 
 
-def _chips_named(chips: int) -> int:
+def _chips_wanted(chips: int) -> int:
     """The number that the flag or the variable gives; 0 where neither does."""
     by_variable = os.environ.get(CHIPS_VARIABLE, "")
     if not by_variable:
@@ -215,7 +215,7 @@ def _chips_named(chips: int) -> int:
     return int(by_variable)
 
 
-def _meeting_point() -> dict[str, str]:
+def _master_port() -> dict[str, str]:
     """Where the ranks of this host find each other; those of several hosts use the port that torch_xla knows."""
     if "MASTER_PORT" in os.environ or _is_one_of_several_hosts():
         return {}

@@ -52,8 +52,8 @@ class XlaRuntime(Runtime):
     Args:
         dtype: auto, fp32 or bf16.
         sync: see `ExecutionConfig`.
-        cache_dir: where compiled programs are kept, one folder per rank; the environment's QAT_LORA_XLA_CACHE goes
-            before it. Without the variable only a TPU keeps them: PJRT's CPU client cannot read them back.
+        cache_dir: where compiled programs are kept, one folder per rank; the environment's QAT_LORA_XLA_CACHE has
+            precedence. Without the variable only a TPU keeps them: PJRT's CPU client cannot read them back.
     """
 
     static_graph = True
@@ -204,7 +204,7 @@ class XlaRuntime(Runtime):
         return list(last), list(outputs)
 
     def place(self, model: nn.Module) -> nn.Module:
-        """As promised: `.to` alone would make other parameters and untie those that are tied."""
+        """As promised: `.to` by itself would make other parameters and untie those that are tied."""
         lower_frozen(model, self.precision.frozen)
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)

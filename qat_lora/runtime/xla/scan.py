@@ -22,7 +22,7 @@ DeviceLoop: TypeAlias = Callable[..., tuple[list[Tensor], list[Tensor]]]
 
 
 def scan_layers(layers: Sequence[nn.Module], hidden_BTH: Tensor, shared: dict[str, Any], loop: DeviceLoop) -> Tensor:
-    """Run layers that differ in the values of their tensors alone, each called with the keywords `shared`.
+    """Run layers that differ only in the values of their tensors, each called with the keywords `shared`.
 
     They must draw no random numbers: backward would draw others.
     """
