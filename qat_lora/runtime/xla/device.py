@@ -57,6 +57,7 @@ class XlaRuntime(Runtime):
     """
 
     static_graph = True
+    _input_sharding: Any = None
 
     def __init__(self, *, dtype: str = "auto", sync: Sync = "phase", cache_dir: Path | None = None) -> None:
         log_path = compile_log(os.environ)
@@ -216,8 +217,8 @@ class XlaRuntime(Runtime):
         return model
 
     def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        # at once: a tensor that `.to` moves goes up when a graph that takes it in is run
-        return self._xm.send_cpu_data_to_device(batch, self.device)
+        """In one piece: of what a thread has half moved, a graph that is cut meanwhile makes another output."""
+        return self._xm.send_cpu_data_to_device(batch, self.device, self._input_sharding)
 
     def wrap_loader(self, loader: Iterable[dict[str, Tensor]]) -> Generator[dict[str, Tensor]]:
         """Read and upload ahead in a thread.

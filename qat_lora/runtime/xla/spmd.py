@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ class SpmdRuntime(XlaRuntime):
         super().__init__(dtype=dtype, sync=sync, cache_dir=cache_dir)
         self._spreads_model = spreads_model
         self._mesh = self._spmd.Mesh(np.arange(self.devices), (self.devices,), (_AXIS,))
+        # what torch_xla asks of a batch's tensors, which have the rows of all devices
+        self._input_sharding = SimpleNamespace(minibatch=False, xla_spec=self._spec_by_rows)
 
     def _configure(self) -> None:
         import torch_xla.distributed.spmd as spmd
@@ -53,10 +56,6 @@ class SpmdRuntime(XlaRuntime):
                 f"{CHIPS_VARIABLE}={asked}, but one program for all chips takes all {self.devices}; unset it, or use a "
                 "process per chip with --num-chips."
             )
-
-    def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Divided by rows where these can be divided."""
-        return {name: self._by_rows(x.to(self.device)) for name, x in batch.items()}
 
     def place(self, model: nn.Module) -> nn.Module:
         """Mark how it lies on the devices, too; what leaves a layer is divided by rows."""
@@ -113,9 +112,20 @@ class SpmdRuntime(XlaRuntime):
         return self._by_rows(output)
 
     def _by_rows(self, x: Tensor) -> Tensor:
-        return self._marked(x, 0) if x.dim() and x.shape[0] % self.devices == 0 else self._marked(x, None)
+        return self._marked(x, self._side_of_rows(x))
+
+    def _spec_by_rows(self, x: Tensor) -> Any:
+        return self._spmd.ShardingSpec(self._mesh, _partition(x, self._side_of_rows(x))).xla_spec(x)
+
+    def _side_of_rows(self, x: Tensor) -> int | None:
+        """The side along which a tensor's rows are divided; None where they cannot be."""
+        return 0 if x.dim() and x.shape[0] % self.devices == 0 else None
 
     def _marked(self, x: Tensor, dim: int | None) -> Tensor:
         """Say that a tensor is divided along `dim`, or that it lies on each device whole."""
-        self._spmd.mark_sharding(x, self._mesh, tuple(_AXIS if i == dim else None for i in range(x.dim())))
+        self._spmd.mark_sharding(x, self._mesh, _partition(x, dim))
         return x
+
+
+def _partition(x: Tensor, dim: int | None) -> tuple[str | None, ...]:
+    return tuple(_AXIS if i == dim else None for i in range(x.dim()))
