@@ -149,8 +149,8 @@ def activation_bytes(model: nn.Module, tokens: int, compute: torch.dtype, *, lea
 
     Per layer and token, in the compute dtype: residuals, norms and their inputs (8 H), queries, keys, values and
     attention's output twice (4 heads * D), the MLP's products (5 I); and float32 copies for the norms and adapters
-    (half as much again). With lean norms and MLPs: the residuals (2 H), queries and keys before and after their turn,
-    values, attention's output as it is and as the next product reads it, and the MLP's two factors.
+    (half as much again). With lean norms and MLPs: the residuals (2 H), queries and keys before and after the rotary
+    embedding, values, attention's output as it is and as the next product reads it, and the MLP's two factors.
     """
     config = causal_lm(model).config.get_text_config()
     hidden, heads = config.hidden_size, config.num_attention_heads
@@ -162,7 +162,7 @@ def activation_bytes(model: nn.Module, tokens: int, compute: torch.dtype, *, lea
     return int(config.num_hidden_layers * tokens * values * compute.itemsize)
 
 
-@functools.cache  # once, and not at each look at the model
+@functools.cache  # once, and not at each call of `target_linears`
 def _say_unquantised(family: str, names: tuple[str, ...]) -> None:
     log.info("%s: %s lie outside the layers and stay in full precision", family, ", ".join(names))
 

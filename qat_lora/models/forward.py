@@ -67,8 +67,8 @@ def hidden_states(
 ) -> Tensor:
     """Return the hidden states [S, H] of all positions of a batch in `dtype`, or else in the compute precision.
 
-    A batch of a cache has `position_ids_BT` where its rows hold several documents, each of which then sees itself
-    alone. The last norm may leave autocast in float32; the product with the vocabulary, the largest of all, must not.
+    A batch of a cache has `position_ids_BT` where its rows hold several documents, each of which then sees only
+    itself. The last norm may leave autocast in float32; the product with the vocabulary, the largest of all, must not.
     """
     with runtime.autocast():
         hidden_BTH = trunk_hidden(model, ids_BT, position_ids_BT)

@@ -1,4 +1,4 @@
-"""What a model is, wherever it lies: digests of weights and tokenizer, by which caches and runs know each other."""
+"""What a model is, wherever it is stored: digests of weights and tokenizer, which caches and runs are compared by."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qat_lora.errors import ModelError
 
 @dataclass(frozen=True)
 class Identity:
-    """What a model is, independent of where it lies.
+    """What a model is, independent of where it is stored.
 
     Attributes:
         name: as it was asked for.

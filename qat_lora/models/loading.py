@@ -45,7 +45,7 @@ class Loaded:
 
     Attributes:
         model: frozen; quantisation and adapters change it in place.
-        tokenizer: the one that lies with it.
+        tokenizer: the one in the model's folder.
         identity: digests and sizes.
         stored_bits: the width that its weights have on disk.
         context: the positions that it knows; None where there is no bound.
@@ -108,7 +108,7 @@ def identify(name: str) -> Identity:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that lies with a model."""
+    """Load the tokenizer in a model's folder."""
     from transformers import AutoTokenizer
 
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):  # transformers would make up an empty one

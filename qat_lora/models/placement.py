@@ -31,7 +31,7 @@ class Placement:
     """Where a model's weights go when they are read, and how wide they become.
 
     Attributes:
-        device: the runtime's; without `spread` all weights lie there.
+        device: the runtime's; without `spread` all weights go there.
         dtype: of the weights, and of the products of 4bit.
         spread: accelerate shares the layers out over the GPUs, then the host's memory, and leaves the rest on disk.
         max_memory: bytes by device, a GPU's number or "cpu" or "mps", that `spread` may take; empty: what is free.
@@ -111,7 +111,7 @@ def memory_bytes(max_memory: Sequence[str]) -> dict[int | str, int]:
 
 
 def places_of(model: nn.Module) -> str:
-    """Say how many modules lie on which device."""
+    """Say how many modules are on which device."""
     found = Counter(str(place) for place in getattr(model, "hf_device_map", {}).values())
     return ", ".join(f"{count} on {place}" for place, count in found.items()) or "all on one device"
 

@@ -1,7 +1,7 @@
 """Conversions of models, in place: Linear -> QuantLinear -> CodedLinear -> Linear.
 
 Each returns the names that it changed. Owns the walk over a model, and what is refused; how one layer is converted
-stands in `layers`, and which Linears to quantise is the caller's list. Layers are found wherever they sit, a peft
+is in `layers`, and which Linears to quantise is the caller's list. Layers are found wherever they are, a peft
 wrapper's ``base_layer`` included, and a layer reachable by two names stays one layer.
 """
 

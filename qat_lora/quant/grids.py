@@ -36,7 +36,7 @@ MOST_COMPARISONS = 15  # midpoints of a 4-bit table; beyond it a binary search i
 def level_values(config: LinearQuant) -> tuple[float, ...]:
     """The levels of a config, ascending.
 
-    Those of a ``lut`` are learned: what stands here, evenly over [-1, 1], is only where its search begins.
+    Those of a ``lut`` are learned; its search begins with these, evenly over [-1, 1].
     """
     count = 2**config.bits
     match config.levels:

@@ -66,7 +66,7 @@ class _OwnDtypes(nn.Module):
     """A module whose tensors keep their dtypes when the model around it changes its own.
 
     ``model.to(bfloat16)`` is about activations: a master weight must keep its small differences, and stored scales the
-    values that they were rounded to, or codes lie.
+    values that the codes were found for.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

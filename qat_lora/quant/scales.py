@@ -1,4 +1,4 @@
-"""The scale S of a matrix: its shapes, and how its columns are spread over the weights that they stand for.
+"""The scale S of a matrix: its shapes, and how its columns are spread over the weights that they scale.
 
 S is one column for a row (``channel``), one for each group of inputs (``group``), or a product A @ B (``lowrank``).
 Knows nothing of levels or codes.
@@ -70,7 +70,7 @@ def times_columns(values_OI: Tensor, scale_OC: Tensor, group_size: int) -> Tenso
 
 
 def sum_columns(values_OI: Tensor, columns: int, group_size: int) -> Tensor:
-    """Sum over the columns that one scale stands for: [O, I] -> [O, C]."""
+    """Sum over the columns that share one scale: [O, I] -> [O, C]."""
     out_features, in_features = values_OI.shape
     if columns == in_features:
         return values_OI

@@ -1,4 +1,4 @@
-"""Gated MLPs that keep the two factors of their product alone.
+"""Gated MLPs that keep for backward only the two factors of their product.
 
     p = silu(g) * u,  dg = dp * u * s * (1 + g * (1 - s)),  du = dp * silu(g),  s = sigmoid(g)
 
@@ -20,7 +20,7 @@ from qat_lora.models.lean.products import accurate, made_from, without_base
 
 
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, of equal shapes and float dtypes; both are kept, and the product is made again from them.
+    """silu(gate) * up, of equal shapes and float dtypes; backward makes the product again from both.
 
     Once differentiable.
     """

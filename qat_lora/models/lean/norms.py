@@ -3,8 +3,8 @@
     n = x / sqrt(mean(x^2) + eps),  y = w * n
     dx = (g w - n * mean(g w n)) / sqrt(mean(x^2) + eps),  dw = sum of g n
 
-Computed in float32, like transformers' own, which leaves it to autograd and so keeps x and n in float32: where
-activations are bf16 and kept, that is four times the bytes.
+Computed in float32, like transformers' own. Autograd keeps x and n of that in float32: where activations are bf16, that
+is four times the bytes.
 """
 
 from __future__ import annotations
