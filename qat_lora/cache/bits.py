@@ -6,11 +6,9 @@ of a row (T * N).
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
 import numpy as np
 
-Array: TypeAlias = "np.ndarray[Any, Any]"
+from qat_lora.kd.positions import Array as Array
 
 
 def pack(values_RN: Array, bits: int) -> Array:

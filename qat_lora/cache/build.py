@@ -19,11 +19,11 @@ from torch import Tensor
 
 from qat_lora.cache.bits import Array
 from qat_lora.cache.manifest import TOKEN_FIELDS, Arrays, CacheManifest
-from qat_lora.cache.positions import document_positions
 from qat_lora.cache.write import CacheWriter
 from qat_lora.data.rows import TokenRows
 from qat_lora.errors import ModelError
 from qat_lora.kd.draws import uniforms
+from qat_lora.kd.positions import document_positions
 from qat_lora.kd.reduce import reduced
 
 QUEUED_BATCHES = 8  # that the teacher may be ahead of what writes

@@ -25,13 +25,13 @@ from qat_lora.cache.codec import AS_STORED, decoded
 from qat_lora.cache.copies import DiskCache
 from qat_lora.cache.index import fractions, load_cache
 from qat_lora.cache.manifest import Arrays
-from qat_lora.cache.positions import document_positions
 from qat_lora.cache.remote import RemotePath, location
 from qat_lora.cache.shards import ShardReader, fits_in_memory
-from qat_lora.cache.vocabulary import differ_in_padding, without_ids_from
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
 from qat_lora.files import Location
+from qat_lora.kd.positions import document_positions
 from qat_lora.kd.targets import check_top_k
+from qat_lora.kd.vocabulary import differ_in_padding, without_ids_from
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class KDCacheDataset(Dataset[Batch]):
     def for_vocabulary(self, vocab_size: int) -> KDCacheDataset:
         """Return this cache with no id at or beyond `vocab_size` in its rows, for a student that has no more.
 
-        The probability of candidates that are left out joins the tail; see `qat_lora.cache.vocabulary`.
+        The probability of candidates that are left out joins the tail; see `qat_lora.kd.vocabulary`.
         """
         other = copy.copy(self)
         other.vocab_size = min(vocab_size, self.manifest.vocab_size)

@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from qat_lora import adapters, models
-from qat_lora.cache import differ_in_padding
 from qat_lora.cli.commands import text_for
 from qat_lora.cli.progress import bar
 from qat_lora.config import EvalRun, QuantScheme
@@ -21,6 +20,7 @@ from qat_lora.evaluate import Fidelity, Windows, measure, read_fidelity, size_of
 from qat_lora.evaluate.table import context
 from qat_lora.export import ADAPTER_FOLDER, BASE_FOLDER
 from qat_lora.files import check_writable, is_remote
+from qat_lora.kd.vocabulary import differ_in_padding
 from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.settings import from_json
 from qat_lora.train.checkpoint import load_checkpoint

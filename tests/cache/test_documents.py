@@ -17,9 +17,9 @@ from qat_lora.cache import (
     summarise,
 )
 from qat_lora.cache.codec import decoded, encoded
-from qat_lora.cache.positions import document_positions
 from qat_lora.errors import CacheMismatch, ConfigError
 from qat_lora.kd import label_mask
+from qat_lora.kd.positions import document_positions
 from tests.cache.blocks import Blocks
 from tests.cache.conftest import SEQ_LEN, TinyTeacher, blocks_of, manifest_of
 from tests.cache.test_build import Interrupted, contents, stop_after

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.cache import KDCacheDataset, differ_in_padding
-from qat_lora.cache.vocabulary import without_ids_from
+from qat_lora.cache import KDCacheDataset
 from qat_lora.errors import CacheError, CacheMismatch
 from qat_lora.kd import targets
 from qat_lora.kd.draws import draw
 from qat_lora.kd.reduce import topk_rows
+from qat_lora.kd.vocabulary import differ_in_padding, without_ids_from
 from tests.cache.conftest import VOCAB, blocks_of, build, manifest_of
 
 TEMPERATURES = (1.0, 2.0)

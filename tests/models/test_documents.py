@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora import models
-from qat_lora.cache.positions import document_positions
 from qat_lora.errors import ModelError
+from qat_lora.kd.positions import document_positions
 from qat_lora.models.lean import attention
 from tests.models.test_attention import FAMILIES, TINY, tiny
 from tests.tolerances import assert_close_to_largest

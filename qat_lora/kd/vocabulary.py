@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qat_lora.cache.bits import Array
+from qat_lora.kd.positions import Array
 
 # What a slot gets whose candidate was taken out: float32 holds it, and exp of it is 0 at any sensible temperature.
 ABSENT_LOGPROB = -1.0e4

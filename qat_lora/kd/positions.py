@@ -8,9 +8,11 @@ Legend: R rows, T positions of a row.
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 import numpy as np
 
-from qat_lora.cache.bits import Array
+Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 def document_positions(starts_RT: Array) -> Array:
