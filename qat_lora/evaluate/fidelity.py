@@ -131,7 +131,7 @@ def _batch_sums(
         log_probs = []
         for (_, head), hidden_CH in zip(used, hiddens, strict=True):
             weight_VH, bias_V = rest.pop(0), None if head.bias_V is None else rest.pop(0)
-            log_probs.append(models.Head(weight_VH, bias_V, head.transform)(hidden_CH).float().log_softmax(-1))
+            log_probs.append(models.Head(weight_VH, bias_V, head.transform)(hidden_CH).log_softmax(-1))
         nll_C, teacher_nll_C = (-x.gather(1, next_C[:, None]).squeeze(1) for x in (log_probs[0], log_probs[-1]))
         logq_CV, logp_CV = _over_common_ids(log_probs[0], log_probs[-1])
         kl_C = (logp_CV.exp() * (logp_CV - logq_CV)).sum(-1)
