@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from qat_lora.cache.index import CacheIndex, check_shard, load_cache
@@ -20,7 +21,7 @@ class CacheSummary:
         bytes_per_token: by tensor, over the valid tokens; `overhead` is headers.
         kept_mass: mean probability, at T = 1, of the stored candidates; 1 where nothing is left out on average.
         entropy: mean of the teacher's in nats; of candidates and the tail as one more, which is a lower bound of it.
-        grid_kl: what the grid of log-probabilities costs on average, in nats per token (see `gaps`); 0 without one.
+        grid_kl: what the grid of log-probabilities costs on average, in nats per token (see `grid`); 0 without one.
     """
 
     index: CacheIndex
@@ -37,10 +38,9 @@ def summarise(directory: Location | str) -> CacheSummary:
     if not index.shards:
         raise CacheError(f"The KD cache {str(directory)!r} has no finished shard yet; run its build command again.")
     tokens = max(1, sum(shard.tokens for shard in index.shards))
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for shard in index.shards:
-        for name, size in shard.tensor_bytes.items():
-            sizes[name] = sizes.get(name, 0) + size
+        sizes.update(shard.tensor_bytes)
     sizes["overhead"] = index.size_bytes - sum(sizes.values())
     return CacheSummary(
         index=index,
