@@ -1,7 +1,4 @@
-"""Places: paths and URLs. Files written so that a reader sees the old content or the new, never a part.
-
-A URL is only a name here; `qat_lora.cache.remote` reads and writes what it names.
-"""
+"""Files of this machine, written so that a reader sees the old content or the new, never a part."""
 
 from __future__ import annotations
 
@@ -10,81 +7,16 @@ import errno
 import io
 import json
 import os
-import re
 import socket
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, Self, TypeAlias
+from typing import Any, BinaryIO
 
 from qat_lora.errors import ConfigError, DiskFull, OutputError
 
 HOME = "QAT_LORA_CACHE_HOME"
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
-_LOST_SLASH = re.compile(r"(gs|gcs|s3|s3a|hf|memory|file|local):/[^/]")
-
-
-class Url:
-    """A folder or file that lies elsewhere, by its URL; two of one URL are equal. It never changes."""
-
-    def __init__(self, url: str) -> None:
-        """Drop slashes at the end: a folder has one name."""
-        self.url = url.rstrip("/")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Url) and self.url == other.url
-
-    def __hash__(self) -> int:
-        return hash(self.url)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.url!r})"
-
-    def __str__(self) -> str:
-        return self.url
-
-    def __truediv__(self, name: str) -> Self:
-        return type(self)(f"{self.url}/{name}")
-
-    @property
-    def scheme(self) -> str:
-        """What the URL begins with, `gs` say."""
-        return self.url.split("://")[0].lower()
-
-    @property
-    def name(self) -> str:
-        """The last part."""
-        return self.url.rsplit("/", 1)[-1]
-
-    @property
-    def parent(self) -> Self:
-        """The folder that this lies in."""
-        return type(self)(self.url.rsplit("/", 1)[0])
-
-    def resolve(self) -> Self:
-        """Itself: a URL is whole."""
-        return self
-
-
-Location: TypeAlias = Path | Url
-
-
-def is_remote(spec: str | Location) -> bool:
-    """Whether this names what lies elsewhere, and not a path of this machine."""
-    return isinstance(spec, Url) or (isinstance(spec, str) and _URL.match(spec) is not None)
-
-
-def location(spec: str | Location) -> Location:
-    """Return the place that was named: a Url, or else a Path; ConfigError for what was a URL once."""
-    if isinstance(spec, Url):
-        return spec
-    if is_remote(spec):
-        return Url(str(spec))
-    if _LOST_SLASH.match(str(spec)):
-        scheme, _, rest = str(spec).partition(":/")
-        raise ConfigError(f"{str(spec)!r} is a URL that has lost a slash; write '{scheme}://{rest}', as text.")
-    return Path(spec)
 
 
 def disk_home() -> Path:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from qat_lora.errors import ConfigError, did_you_mean, first_line
-from qat_lora.files import Location, Url, is_remote, location
+from qat_lora.urls import Location, Url, is_remote, location
 
 T = TypeVar("T")
 # What others call a value, where spelling alone would lead to another one.

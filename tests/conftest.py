@@ -165,4 +165,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _no_waits_between_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fails at a URL is tried again at once."""
-    monkeypatch.setattr("qat_lora.cache.remote.RETRY_SECONDS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("qat_lora.urls.RETRY_SECONDS", (0.0, 0.0, 0.0))

@@ -17,14 +17,14 @@ PACKAGE = ROOT / "qat_lora"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 LEVELS = {
-    "errors": 0, "files": 0, "settings": 0, "config": 0,
+    "errors": 0, "files": 0, "urls": 0, "settings": 0, "config": 0,
     "models": 1, "quant": 1, "adapters": 1, "cache": 1, "kd": 1, "data": 1, "runtime": 1,
     "evaluate": 2,
     "train": 3, "export": 3,
     "cli": 4,
 }  # fmt: skip
 # Within level 0 there is an order too: each may import those before it.
-LEVEL_0 = ["errors", "files", "settings", "config"]
+LEVEL_0 = ["errors", "files", "urls", "settings", "config"]
 # Which room of level 1 may import which other: room -> the rooms below it.
 ARROWS = {
     "quant": {"models"},
@@ -39,13 +39,12 @@ ONLY_IN = {
     "torch_xla": {"runtime/xla"},
     "peft": {"adapters"},
     "datasets": {"data/hub.py"},
-    "fsspec": {"cache/remote.py"},
+    "fsspec": {"urls.py"},
     "rich": {"cli", "evaluate/table.py"},
     "matplotlib": {"train/plot.py"},
 }
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
-MAX_ROOM_LINES, MAX_PACKAGE_LINES = 2_500, 17_000
-LARGER_ROOMS = {"cache"}
+MAX_ROOM_LINES, MAX_PACKAGE_LINES = 2_500, 15_250
 LONGER_FILES: set[str] = set()
 LONGER_FUNCTIONS: set[str] = set()
 
@@ -147,12 +146,12 @@ def test_files_and_functions_stay_small(path: Path) -> None:
 
 
 def test_rooms_and_the_package_stay_small() -> None:
-    """The aim is 2,500 lines a room and 12,000 in all; until it is reached, these numbers only go down."""
+    """2,500 lines a room. The aim is 12,000 in all; until it is reached, that number only goes down."""
     lines: dict[str, int] = {}
     for path in SOURCES:
         room_name = path.relative_to(PACKAGE).parts[0]
         lines[room_name] = lines.get(room_name, 0) + path.read_text().count("\n")
-    assert {name for name, count in lines.items() if count > MAX_ROOM_LINES} <= LARGER_ROOMS
+    assert not {name: count for name, count in lines.items() if count > MAX_ROOM_LINES}
     assert sum(lines.values()) <= MAX_PACKAGE_LINES
 
 

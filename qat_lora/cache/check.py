@@ -6,9 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from qat_lora.cache.index import CacheIndex, check_shard, load_cache
-from qat_lora.cache.remote import location
 from qat_lora.errors import CacheError
-from qat_lora.files import Location
+from qat_lora.urls import Location, location
 
 
 @dataclass(frozen=True)

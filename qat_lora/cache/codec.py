@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from qat_lora.cache.bits import Array, from_runs, pack, run_ends, runs_of, to_runs, unpack
-from qat_lora.cache.grid import expected_kl, from_gaps, to_gaps
 from qat_lora.cache.manifest import Arrays, CacheManifest, ends_name
+from qat_lora.kd.grid import expected_kl, from_gaps, to_gaps
 
 AS_STORED = ("levels", "largest_gap")  # what `decoded` adds to the fields
 

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from filelock import FileLock
 
 from qat_lora.cache.index import Shard, check_shard, check_size
-from qat_lora.cache.remote import RemotePath, file_sizes
 from qat_lora.errors import ConfigError, OutputError
 from qat_lora.files import HOME, disk_home
+from qat_lora.urls import Url, file_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +52,12 @@ class DiskCache:
         self.home = disk_home() if home is None else home
         self.limit_bytes = int((limit_gb or _limit_gb()) * 1e9) or None
 
-    def path(self, folder: RemotePath, record: Shard) -> Path:
+    def path(self, folder: Url, record: Shard) -> Path:
         """Where the copy of a shard lies, if it is there."""
         whose = f"{folder.name or folder.scheme}-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
         return self.home / "shards" / whose / f"{record.sha256}.safetensors"
 
-    def found(self, folder: RemotePath, record: Shard) -> Path | None:
+    def found(self, folder: Url, record: Shard) -> Path | None:
         """The copy of a shard, which now counts as used; None where there is none."""
         path = self.path(folder, record)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -66,7 +66,7 @@ class DiskCache:
                 return path
         return None
 
-    def get(self, folder: RemotePath, record: Shard) -> Path:
+    def get(self, folder: Url, record: Shard) -> Path:
         """The copy of a shard, fetched and checked where it is not there yet.
 
         Raises CacheError where what comes is not what the record says, RemoteError where nothing comes.
@@ -86,7 +86,7 @@ class DiskCache:
             check_size(source, file_sizes(folder).get(record.file), record)
         return self._made(folder, record, fetch)
 
-    def put(self, folder: RemotePath, record: Shard, data: bytes) -> Path:
+    def put(self, folder: Url, record: Shard, data: bytes) -> Path:
         """Keep a shard that was just written there, in the place of any copy, which may have gone bad."""
         return self._made(folder, record, lambda target: target.write_bytes(data), anew=True)
 
@@ -95,7 +95,7 @@ class DiskCache:
         copies, _ = self._copies()
         return (self._room(copies) + sum(copy.size for copy in copies)) // shard_bytes
 
-    def _made(self, folder: RemotePath, record: Shard, fill: Callable[[Path], object], *, anew: bool = False) -> Path:
+    def _made(self, folder: Url, record: Shard, fill: Callable[[Path], object], *, anew: bool = False) -> Path:
         """The copy, made by whoever comes first; the others wait for it."""
         path = self.path(folder, record)
         # The name says how much room this takes before it is there.
@@ -169,7 +169,7 @@ class ShardFetcher:
     A thread that fetches ends when nothing is left to fetch, and none keeps the program from ending.
     """
 
-    def __init__(self, folder: RemotePath, records: Sequence[Shard], disk: DiskCache) -> None:
+    def __init__(self, folder: Url, records: Sequence[Shard], disk: DiskCache) -> None:
         self.folder, self.records, self.disk = folder, records, disk
         self._lock, self._waiting, self._coming = threading.Lock(), list[int](), dict[int, threading.Event]()
 

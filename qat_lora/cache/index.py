@@ -35,9 +35,8 @@ from qat_lora.cache.manifest import (
     sealed,
     shard_name,
 )
-from qat_lora.cache.remote import Place, RemotePath, file_sizes, location
 from qat_lora.errors import CacheError, CacheMismatch
-from qat_lora.files import Location
+from qat_lora.urls import Location, Url, file_sizes, location
 
 INDEX_NAME, INDEX_SCHEMA = "index.json", "qat_lora.kd_index/1"
 HEADER_KEY = "shard"
@@ -154,7 +153,7 @@ class CacheIndex:
         shards = [asdict(shard) for shard in self.shards]
         return sealed({"schema": INDEX_SCHEMA, "cache": self.manifest.digest, "shards": shards})
 
-    def check_complete(self, directory: Place) -> None:
+    def check_complete(self, directory: Location) -> None:
         """Raise CacheError where a shard is missing."""
         if self.complete:
             return
@@ -195,7 +194,7 @@ def load_cache(directory: Location | str) -> CacheIndex:
     return CacheIndex(manifest, shards)
 
 
-def scan(directory: Place, manifest: CacheManifest, known: Mapping[str, Shard] | None = None) -> list[Shard]:
+def scan(directory: Location, manifest: CacheManifest, known: Mapping[str, Shard] | None = None) -> list[Shard]:
     """Return the sound shards of a folder by their headers, in order; `known` are those that need not be read again.
 
     What is no sound file is left out, since a build writes it anew; CacheMismatch at a shard of another cache.
@@ -213,12 +212,12 @@ def scan(directory: Place, manifest: CacheManifest, known: Mapping[str, Shard] |
         except CacheError:
             return None
 
-    with ThreadPoolExecutor(REQUESTS_AT_ONCE if isinstance(directory, RemotePath) else 1) as pool:
+    with ThreadPoolExecutor(REQUESTS_AT_ONCE if isinstance(directory, Url) else 1) as pool:
         found = list(pool.map(read, indices))
     return sorted((shard for shard in found if shard is not None), key=lambda shard: shard.index)
 
 
-def read_header(path: Place, manifest: CacheManifest, index: int, size: int) -> Shard:
+def read_header(path: Location, manifest: CacheManifest, index: int, size: int) -> Shard:
     """Read what the file of shard `index`, of `size` bytes, says of itself.
 
     CacheError where it is no sound file, CacheMismatch where it is another cache's or another shard.
@@ -242,7 +241,7 @@ def read_header(path: Place, manifest: CacheManifest, index: int, size: int) -> 
         raise CacheError(f"{str(path)!r} is no sound shard ({error}); {REBUILD}.") from None
 
 
-def check_size(place: Place, size: int | None, shard: Shard) -> None:
+def check_size(place: Location, size: int | None, shard: Shard) -> None:
     """CacheError unless a shard's file is there, its size not None, and as large as it was when it was written."""
     if size is None:
         raise CacheError(
@@ -252,7 +251,7 @@ def check_size(place: Place, size: int | None, shard: Shard) -> None:
         raise CacheError(f"{str(place)!r} has {size} bytes instead of {shard.size_bytes} (cut short?); {REBUILD}.")
 
 
-def check_shard(path: Place, shard: Shard, *, name: Place | None = None) -> None:
+def check_shard(path: Location, shard: Shard, *, name: Location | None = None) -> None:
     """Read every byte of a shard file; CacheError unless it is the one that the index or its header describes.
 
     `name` is what a copy is called in errors.
@@ -337,11 +336,11 @@ def _header_end(start: Any) -> int:
     return 8 + int.from_bytes(start[:8], "little")
 
 
-def _header_bytes(path: Place, size: int) -> bytes:
+def _header_bytes(path: Location, size: int) -> bytes:
     """The header of a safetensors file, with the 8 bytes of its length; ValueError where it is none."""
 
     def read(start: int, stop: int) -> bytes:
-        if isinstance(path, RemotePath):
+        if isinstance(path, Url):
             return path.read_bytes(start, stop)
         with path.open("rb") as stream:
             stream.seek(start)
@@ -367,8 +366,8 @@ def _check_tensors(manifest: CacheManifest, shard: Shard, tree: Mapping[str, Any
     _check(ends == data_bytes, f"{data_bytes} bytes of data instead of {ends}")
 
 
-def _chunks(path: Place) -> Iterable[bytes]:
-    if isinstance(path, RemotePath):
+def _chunks(path: Location) -> Iterable[bytes]:
+    if isinstance(path, Url):
         yield from path.chunks()
         return
     with path.open("rb") as stream:

@@ -21,13 +21,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from qat_lora.cache.bits import Array
-from qat_lora.cache.remote import Place, location, read_at_most
 from qat_lora.config import Packing, Store
 from qat_lora.config.cache import LOGPROB_BITS, STORE_OF
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
-from qat_lora.files import Location
 from qat_lora.kd.targets import TargetSpec
 from qat_lora.settings import check_types
+from qat_lora.urls import Location, location, read_at_most
 
 SCHEMA = "qat_lora.kd_cache/4"
 MANIFEST_NAME = "manifest.json"
@@ -308,7 +307,7 @@ class CacheManifest:
         return {**dataclasses.asdict(self), "temperatures": list(self.temperatures)}
 
     @classmethod
-    def read(cls, path: Place) -> CacheManifest:
+    def read(cls, path: Location) -> CacheManifest:
         """Read the file; CacheError where it cannot be read or understood, FileNotFoundError where there is none."""
         data = read_sealed(path, SCHEMA, 2**26)
         try:
@@ -342,7 +341,7 @@ def sealed(tree: Mapping[str, Any]) -> bytes:
     return content(hashlib.sha256(content("")).hexdigest())
 
 
-def read_sealed(path: Place, schema: str, most_bytes: int) -> dict[str, Any]:
+def read_sealed(path: Location, schema: str, most_bytes: int) -> dict[str, Any]:
     """Read what `sealed` made; CacheError where it is not that, FileNotFoundError where there is no file.
 
     Of a larger file nothing stays in memory.

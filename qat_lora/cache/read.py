@@ -25,13 +25,12 @@ from qat_lora.cache.codec import AS_STORED, decoded
 from qat_lora.cache.copies import DiskCache
 from qat_lora.cache.index import fractions, load_cache
 from qat_lora.cache.manifest import Arrays
-from qat_lora.cache.remote import RemotePath, location
 from qat_lora.cache.shards import ShardReader, fits_in_memory
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError
-from qat_lora.files import Location
 from qat_lora.kd.positions import document_positions
 from qat_lora.kd.targets import check_top_k
 from qat_lora.kd.vocabulary import differ_in_padding, without_ids_from
+from qat_lora.urls import Location, Url, location
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ class KDCacheDataset(Dataset[Batch]):
         self.index.check_complete(self.path)
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.vocab_size = self.manifest.vocab_size
-        disk = DiskCache(disk_cache_gb) if isinstance(self.path, RemotePath) else None
+        disk = DiskCache(disk_cache_gb) if isinstance(self.path, Url) else None
         if preload is None:
             preload = fits_in_memory(self.index.size_bytes, world_size)
             how = "read into memory" if preload else "too large for memory: rows are read when needed"
@@ -139,7 +138,7 @@ class KDCacheDataset(Dataset[Batch]):
         ahead = min(max(1, self.shuffle_shards) * self.manifest.rows_per_shard, len(self))
         lead = ahead // (batch_size * self.world_size) + 1
         while True:
-            if isinstance(self.path, RemotePath):
+            if isinstance(self.path, Url):
                 self._shards.expect(self.batch_rows(batch_size, position, lead))
             yield self._read(self.batch_rows(batch_size, position))
             position += 1
@@ -162,7 +161,7 @@ class KDCacheDataset(Dataset[Batch]):
         chosen = self._rows[:rows]
         step = batch_size * self.world_size
         for start in range(self.rank * batch_size, -(-len(chosen) // step) * step, step):
-            if isinstance(self.path, RemotePath):
+            if isinstance(self.path, Url):
                 self._shards.expect(chosen[start : start + batch_size + self.manifest.rows_per_shard])
             picked = chosen[start : start + batch_size]
             missing = batch_size - len(picked)

@@ -24,8 +24,8 @@ from qat_lora.cache.bits import Array
 from qat_lora.cache.codec import batch_of, rows_of
 from qat_lora.cache.copies import DiskCache, ShardFetcher
 from qat_lora.cache.index import REBUILD, CacheIndex, check_shard, check_size, read_header
-from qat_lora.cache.remote import Place, RemotePath, file_sizes
 from qat_lora.errors import CacheError
+from qat_lora.urls import Location, Url, file_sizes
 
 OPEN_FILES = 16  # a file that is open keeps its bytes on the disk, even when the disk cache has dropped it
 SHARE_OF_MEMORY = 0.5  # of what is free, that preloaded caches may take
@@ -38,12 +38,12 @@ class ShardReader:
     """
 
     def __init__(
-        self, directory: Place, index: CacheIndex, *, disk: DiskCache | None = None, preload: bool = False
+        self, directory: Location, index: CacheIndex, *, disk: DiskCache | None = None, preload: bool = False
     ) -> None:
         """Check every file's size against the index; with `preload`, read and check all of them."""
         self.directory, self.index, self._loaded = directory, index, dict[int, dict[str, Array]]()
         self._fetcher: ShardFetcher | None = None
-        if isinstance(directory, RemotePath):
+        if isinstance(directory, Url):
             self._fetcher = ShardFetcher(directory, index.shards, disk or DiskCache())
         else:
             sizes = file_sizes(directory)

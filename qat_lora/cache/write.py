@@ -20,9 +20,9 @@ from qat_lora.cache.codec import AS_STORED, encoded, joined, sums_of
 from qat_lora.cache.copies import DiskCache
 from qat_lora.cache.index import INDEX_NAME, CacheIndex, Shard, check_shard, load_cache, read_header, scan, shard_file
 from qat_lora.cache.manifest import MANIFEST_NAME, WHOLE, Arrays, CacheManifest, Part, sealed, shard_name
-from qat_lora.cache.remote import Place, RemotePath, check_writable, file_sizes, location
 from qat_lora.errors import CacheError, CacheMismatch, ConfigError, DiskFull, OutputError
-from qat_lora.files import Location, write_atomically
+from qat_lora.files import write_atomically
+from qat_lora.urls import Location, Url, check_writable, file_sizes, location
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class CacheWriter:
         """
         if self.rank:
             return load_cache(self.directory)
-        known = {} if isinstance(self.directory, RemotePath) else self._shards
+        known = {} if isinstance(self.directory, Url) else self._shards
         index = CacheIndex(self.manifest, tuple(scan(self.directory, self.manifest, known)))
         there = {shard.index for shard in index.shards}
         if lacking := [i for i in self.part.shards(self.manifest.shard_count) if i not in there]:
@@ -152,7 +152,7 @@ class CacheWriter:
                 f"{left} {'shard is' if left == 1 else 'shards are'} still missing; free about "
                 f"{_megabytes(left * len(content))} and run the same command again, it continues with these."
             ) from None
-        if isinstance(path, RemotePath):
+        if isinstance(path, Url):
             with contextlib.suppress(ConfigError, OutputError):  # training may soon want it
                 DiskCache().put(path.parent, shard, content)
 
@@ -191,12 +191,12 @@ class CacheWriter:
             logger.warning("%s has %s free, but the shards to be written take about %s", self.directory, *sizes)
 
 
-def write_file(path: Place, content: bytes, *, replace: bool = False) -> bool:
+def write_file(path: Location, content: bytes, *, replace: bool = False) -> bool:
     """Write a file whole and durably; unless `replace`, one that is there stays, and False is returned.
 
     At a URL it is always replaced: there is no other way to write one.
     """
-    if isinstance(path, RemotePath):
+    if isinstance(path, Url):
         path.write_bytes(content)
         return True
     return write_atomically(path, lambda stream: stream.write(content), replace=replace)

@@ -23,7 +23,6 @@ from qat_lora.cache import (
     source_digest,
     token_arrays,
 )
-from qat_lora.cache.remote import check_writable, location
 from qat_lora.cli.progress import BarHook, bar
 from qat_lora.config import QatRun, RecoveryRun
 from qat_lora.config.cache import CacheRun
@@ -34,6 +33,7 @@ from qat_lora.models.placement import Placement, memory_bytes, places_of
 from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.train.opening import Launch
 from qat_lora.train.run import RunResult, run_qat, run_recovery
+from qat_lora.urls import check_writable, location
 
 log = logging.getLogger(__name__)
 

@@ -19,13 +19,14 @@ from qat_lora.errors import ConfigError, ModelError, OutputError
 from qat_lora.evaluate import Fidelity, Windows, measure, read_fidelity, size_of, text_windows
 from qat_lora.evaluate.table import context
 from qat_lora.export import ADAPTER_FOLDER, BASE_FOLDER
-from qat_lora.files import check_writable, is_remote
+from qat_lora.files import check_writable
 from qat_lora.kd.vocabulary import differ_in_padding
 from qat_lora.runtime import Runtime, runtime_for
 from qat_lora.settings import from_json
 from qat_lora.train.checkpoint import load_checkpoint
 from qat_lora.train.folder import versions
 from qat_lora.train.student import load_student, round_to_nearest
+from qat_lora.urls import is_remote
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 from qat_lora.config import AnyRun, QatRun, presets
 from qat_lora.config.cache import AnyCacheRun
 from qat_lora.errors import ConfigError, did_you_mean
-from qat_lora.files import Location
 from qat_lora.settings import leaves, load_settings, override, override_text
+from qat_lora.urls import Location
 
 # The settings that --help shows, whichever command has them; --help-all shows the others too.
 _COMMON = {

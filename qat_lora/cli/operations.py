@@ -10,7 +10,7 @@ from typing import Any
 from qat_lora.cli.flags import Parser, add_flags, run_from
 from qat_lora.config.cache import ConvertRun, MergeRun, SplitRun
 from qat_lora.errors import ConfigError
-from qat_lora.files import Location, is_remote, location
+from qat_lora.urls import Location, is_remote, location
 
 _Made = list[tuple[Path, Any]]  # the folders of caches, each with its index
 

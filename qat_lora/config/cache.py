@@ -11,8 +11,8 @@ from typing import ClassVar, Literal
 from qat_lora.config import Packing, PlaceConfig, Store
 from qat_lora.config.source import SourceConfig
 from qat_lora.errors import ConfigError
-from qat_lora.files import Location
 from qat_lora.settings import Settings, setting
+from qat_lora.urls import Location
 
 DeviceMap = Literal["none", "auto"]
 QuantizeTeacher = Literal["none", "8bit", "4bit"]

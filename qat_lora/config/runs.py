@@ -14,8 +14,8 @@ from qat_lora.config.place import ExecutionConfig, PlaceConfig
 from qat_lora.config.quant import QuantScheme
 from qat_lora.config.source import SourceConfig
 from qat_lora.errors import ConfigError, did_you_mean
-from qat_lora.files import Location
 from qat_lora.settings import Settings, setting
+from qat_lora.urls import Location
 
 Trainable = Literal["weights", "scales", "luts"]
 

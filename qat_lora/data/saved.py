@@ -22,7 +22,8 @@ from safetensors.numpy import save
 from qat_lora.data.paths import find_files, is_local
 from qat_lora.data.rows import TokenRows
 from qat_lora.errors import ConfigError, OutputError
-from qat_lora.files import Location, disk_home, write_atomically
+from qat_lora.files import disk_home, write_atomically
+from qat_lora.urls import Location
 
 ABANDONED_SECONDS = 30 * 24 * 3600.0  # after which nobody is expected to continue a build
 

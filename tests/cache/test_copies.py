@@ -17,11 +17,11 @@ from qat_lora.cache import copies as fetch_module
 from qat_lora.cache.copies import DiskCache, ShardFetcher
 from qat_lora.cache.index import Shard
 from qat_lora.cache.manifest import shard_name
-from qat_lora.cache.remote import RemotePath
 from qat_lora.errors import CacheError, ConfigError, OutputError, RemoteError
+from qat_lora.urls import Url
 from tests.elsewhere import Elsewhere
 
-FOLDER = RemotePath("elsewhere://bucket/cache")
+FOLDER = Url("elsewhere://bucket/cache")
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def record_of(index: int, data: bytes) -> Shard:
     return Shard(index, content, 1, 1, 0.0, 0.0, 0.0, {}, "", "", header, len(data))
 
 
-def shards_there(count: int, size: int = 100, folder: RemotePath = FOLDER) -> list[Shard]:
+def shards_there(count: int, size: int = 100, folder: Url = FOLDER) -> list[Shard]:
     records = []
     for index in range(count):
         data = bytes([index]) * size
@@ -69,8 +69,8 @@ def test_a_shard_that_was_written_anew_and_one_of_another_url_are_other_files() 
     (FOLDER / old.file).write_bytes(b"x" * 100)
     assert disk.get(FOLDER, record_of(0, b"x" * 100)).read_bytes() == b"x" * 100
     assert first.read_bytes() == b"\0" * 100
-    (twin,) = shards_there(1, folder=RemotePath("elsewhere://bucket/other"))
-    assert twin == old and disk.path(RemotePath("elsewhere://bucket/other"), twin) != first
+    (twin,) = shards_there(1, folder=Url("elsewhere://bucket/other"))
+    assert twin == old and disk.path(Url("elsewhere://bucket/other"), twin) != first
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_those_not_used_for_longest_make_room() -> None:
 
 
 def test_copies_of_other_caches_make_room_too_and_so_do_a_killed_fetchs_remains() -> None:
-    other = RemotePath("elsewhere://bucket/other")
+    other = Url("elsewhere://bucket/other")
     records, disk = shards_there(2), DiskCache(limit_gb=200e-9)
     (theirs,) = shards_there(1, folder=other)
     remains = disk.get(other, theirs).with_name(".half.safetensors.1.tmp")
@@ -193,7 +193,7 @@ def _fetch_in_a_process(folder, record, start, results) -> None:
 
 
 def test_processes_that_want_the_same_shard_do_not_disturb_each_other(tmp_path) -> None:
-    folder = RemotePath(f"file://{tmp_path}/there")
+    folder = Url(f"file://{tmp_path}/there")
     (record,) = shards_there(1, size=100_000, folder=folder)
     spawn = multiprocessing.get_context("spawn")
     start, results = spawn.Barrier(3), spawn.Queue()

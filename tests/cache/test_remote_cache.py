@@ -26,9 +26,9 @@ from qat_lora.cache import (
     summarise,
     verify,
 )
-from qat_lora.cache.remote import RemotePath, file_sizes
 from qat_lora.cli.main import main
 from qat_lora.errors import CacheError, CacheMismatch, RemoteError
+from qat_lora.urls import Url, file_sizes
 from tests.cache.conftest import TinyTeacher, blocks_of, build, manifest_of
 from tests.cache.test_copies import no_fetching_threads, wait_until
 from tests.elsewhere import Elsewhere
@@ -44,7 +44,7 @@ def _fresh(tmp_path, monkeypatch):
 
 
 def contents(url: str) -> dict[str, bytes]:
-    folder = RemotePath(url)
+    folder = Url(url)
     return {name: (folder / name).read_bytes() for name in sorted(folder.sizes())}
 
 
@@ -60,7 +60,7 @@ def forget_copies() -> None:
 def put(directory: Path, url: str = URL) -> None:
     """Copy a cache to a URL, as a person would."""
     for path in directory.iterdir():
-        (RemotePath(url) / path.name).write_bytes(path.read_bytes())
+        (Url(url) / path.name).write_bytes(path.read_bytes())
     Elsewhere.calls.clear()
 
 
@@ -99,7 +99,7 @@ def test_the_manifest_comes_first_and_the_index_last(monkeypatch) -> None:
 @pytest.mark.parametrize("name", ["shard-00001", "manifest", "index"])
 def test_a_build_whose_line_breaks_goes_on_to_the_same_bytes(tmp_path, method, name) -> None:
     build(tmp_path / "whole")
-    folder = RemotePath(URL)
+    folder = Url(URL)
     Elsewhere.failing[method, name] = OSError("the line is down")
     with pytest.raises(RemoteError, match="the line is down"):
         build(URL)
@@ -231,7 +231,7 @@ def test_a_shard_that_was_written_anew_is_never_mistaken(tmp_path) -> None:
 
 
 def spoil(name: str, change) -> None:
-    path = RemotePath(URL) / name
+    path = Url(URL) / name
     path.write_bytes(change(path.read_bytes()))
 
 
@@ -271,7 +271,7 @@ def test_where_nothing_is_there_is_no_cache(url) -> None:
 def test_a_shard_that_is_gone_is_said_when_it_is_needed(tmp_path) -> None:
     build(tmp_path)
     put(tmp_path)
-    (RemotePath(URL) / "shard-00001.safetensors").unlink()
+    (Url(URL) / "shard-00001.safetensors").unlink()
     with pytest.raises(CacheError, match="lacks its shard 'elsewhere://bucket/cache/shard-00001.safetensors'"):
         KDCacheDataset(URL)[4]
 
@@ -349,7 +349,7 @@ def test_a_copy_that_has_gone_bad_is_not_uploaded_and_not_kept(tmp_path) -> None
     data = bytearray(copy.read_bytes())
     data[-1] ^= 1
     copy.write_bytes(data)
-    (RemotePath(URL) / "shard-00001.safetensors").unlink()
+    (Url(URL) / "shard-00001.safetensors").unlink()
     build(URL)
     assert contents(URL) == local(tmp_path / "whole")
     verify(URL)
@@ -369,7 +369,7 @@ def test_the_split_of_a_cache_at_a_url_reads_no_shard(tmp_path) -> None:
     build(tmp_path)
     put(tmp_path)
     for shard in load_cache(URL).shards:
-        (RemotePath(URL) / shard.file).unlink()
+        (Url(URL) / shard.file).unlink()
     ours = KDCacheDataset(URL, split="train", eval_fraction=0.3)
     assert ours._rows.tolist() == KDCacheDataset(tmp_path, split="train", eval_fraction=0.3)._rows.tolist()
 

@@ -15,11 +15,11 @@ from qat_lora.cli import commands
 from qat_lora.config import AdapterConfig, KDConfig, OptimConfig, presets
 from qat_lora.config.presets import SCHEMES, scheme
 from qat_lora.errors import CheckpointError, ConfigError
-from qat_lora.files import location
 from qat_lora.train.checkpoint import load_checkpoint
 from qat_lora.train.folder import numbered, save_numbered
 from qat_lora.train.run import run_qat, run_recovery
 from qat_lora.train.student import load_student, round_to_nearest, trained_parameters
+from qat_lora.urls import location
 from tests.conftest import SEQ_LEN, cache_run, qat_run, recovery_run
 
 

@@ -1,7 +1,6 @@
-"""Caches at URLs: pathlib's words for what fsspec opens, with bounded retries and every failure as one sentence.
+"""Folders and files at URLs: pathlib's words for what fsspec opens, with bounded retries, a failure as one sentence.
 
-Owns every call to fsspec, and the functions that treat a folder of this machine and one at a URL alike. What a URL is
-stands in `qat_lora.files`; copies on the local disk are `copies`' business.
+Owns every call to fsspec, and the functions that treat a folder of this machine and one at a URL alike.
 """
 
 from __future__ import annotations
@@ -11,19 +10,22 @@ import errno
 import fnmatch
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 from qat_lora import files
-from qat_lora.errors import QatLoraError, RemoteError
+from qat_lora.errors import ConfigError, QatLoraError, RemoteError
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 16 * 2**20  # what is held of a file that is only hashed
 RETRY_SECONDS = (0.5, 2.0, 8.0)  # the waits after a first, second, third failure; then it is an error
 
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+_LOST_SLASH = re.compile(r"(gs|gcs|s3|s3a|hf|memory|file|local):/[^/]")
 # There a file is visible once all of it is, so that nothing has to be moved into place.
 _OBJECT_STORES = ("gs", "gcs", "s3", "s3a", "hf", "abfs", "abfss", "az", "adl", "oss", "memory")
 _ALIASES = {"gcs": "gs", "s3a": "s3"}
@@ -39,12 +41,50 @@ _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryEr
 T = TypeVar("T")
 
 
-class RemotePath(files.Url):
-    """A folder or file by its URL, with the methods of `pathlib.Path` that a cache needs.
+class Url:
+    """A folder or file by its URL, with the methods of `pathlib.Path` that a cache needs. Two of one URL are equal.
 
-    All raise RemoteError where fsspec, a package that it needs or the other side fails, each after some attempts; what
-    is merely not there is a FileNotFoundError, as on a disk.
+    What reads or writes raises RemoteError where fsspec, a package that it needs or the other side fails, each after
+    some attempts; what is merely not there is a FileNotFoundError, as on a disk.
     """
+
+    def __init__(self, url: str) -> None:
+        """Drop slashes at the end: a folder has one name."""
+        self.url = url.rstrip("/")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Url) and self.url == other.url
+
+    def __hash__(self) -> int:
+        return hash(self.url)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> Self:
+        return type(self)(f"{self.url}/{name}")
+
+    @property
+    def scheme(self) -> str:
+        """What the URL begins with, `gs` say."""
+        return self.url.split("://")[0].lower()
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.url.rsplit("/", 1)[-1]
+
+    @property
+    def parent(self) -> Self:
+        """The folder that this lies in."""
+        return type(self)(self.url.rsplit("/", 1)[0])
+
+    def resolve(self) -> Self:
+        """Itself: a URL is whole."""
+        return self
 
     def exists(self) -> bool:
         """Whether there is a file or folder."""
@@ -55,7 +95,7 @@ class RemotePath(files.Url):
         entries: list[dict[str, Any]] = self._looked("listed", lambda fs, path: fs.ls(path, detail=True), [])
         return {e["name"].rstrip("/").rsplit("/", 1)[-1]: int(e["size"]) for e in entries if e["type"] == "file"}
 
-    def glob(self, pattern: str) -> Iterator[RemotePath]:
+    def glob(self, pattern: str) -> Iterator[Url]:
         """Yield the files of this folder whose names match."""
         return (self / name for name in sorted(self.sizes()) if fnmatch.fnmatchcase(name, pattern))
 
@@ -155,23 +195,34 @@ class RemotePath(files.Url):
         return RemoteError(f"{str(self)!r} cannot be {done} ({_line(error)}); {fix}.")
 
 
-Place = Path | RemotePath
+Location: TypeAlias = Path | Url
 
 
-def location(spec: str | files.Location) -> Place:
-    """Return the place that was named, ready to be read and written: see `qat_lora.files.location`."""
-    place = files.location(spec)
-    return RemotePath(place.url) if isinstance(place, files.Url) else place
+def is_remote(spec: str | Location) -> bool:
+    """Whether this names what lies elsewhere, and not a path of this machine."""
+    return isinstance(spec, Url) or (isinstance(spec, str) and _URL.match(spec) is not None)
 
 
-def file_sizes(folder: Place) -> dict[str, int]:
+def location(spec: str | Location) -> Location:
+    """Return the place that was named: a Url, or else a Path; ConfigError for what was a URL once."""
+    if isinstance(spec, Url):
+        return spec
+    if is_remote(spec):
+        return Url(str(spec))
+    if _LOST_SLASH.match(str(spec)):
+        scheme, _, rest = str(spec).partition(":/")
+        raise ConfigError(f"{str(spec)!r} is a URL that has lost a slash; write '{scheme}://{rest}', as text.")
+    return Path(spec)
+
+
+def file_sizes(folder: Location) -> dict[str, int]:
     """Name -> bytes of the files in a folder; empty where there is no such folder."""
-    return folder.sizes() if isinstance(folder, RemotePath) else files.file_sizes(folder)
+    return folder.sizes() if isinstance(folder, Url) else files.file_sizes(folder)
 
 
-def read_at_most(path: Place, most: int) -> bytes:
+def read_at_most(path: Location, most: int) -> bytes:
     """A file's bytes; ValueError where it has more than `most`."""
-    if isinstance(path, RemotePath):
+    if isinstance(path, Url):
         content = path.read_bytes(0, most + 1)  # one request, where asking for the size first would be two
         size = len(content)
     elif (size := path.stat().st_size) <= most:
@@ -181,9 +232,9 @@ def read_at_most(path: Place, most: int) -> bytes:
     return content
 
 
-def check_writable(folder: Place) -> None:
+def check_writable(folder: Location) -> None:
     """Prove, before the long work, that files can be written in a folder, and leave no trace."""
-    if not isinstance(folder, RemotePath):
+    if not isinstance(folder, Url):
         files.check_writable(folder)
         return
     probe = folder / f".probe.{os.getpid()}"

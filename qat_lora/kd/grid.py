@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from qat_lora.cache.bits import Array
+from qat_lora.kd.positions import Array
 
 # A candidate further below the best one than this is put here: e^-30 is less than float32 sees beside 1.
 DEEPEST = 30.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qat_lora.cache.grid import DEEPEST, expected_kl, from_gaps, to_gaps
+from qat_lora.kd.grid import DEEPEST, expected_kl, from_gaps, to_gaps
 
 
 def teacher(k: int, *, vocab_size: int = 500, positions: int = 200, spread: float = 3.0, seed: int = 0):

@@ -7,16 +7,14 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from qat_lora.cache import remote
-from qat_lora.cache.remote import RemotePath, check_writable, file_sizes, location, read_at_most
+from qat_lora import urls
 from qat_lora.cli.flags import run_from
 from qat_lora.cli.main import RUNS, _parser, main
 from qat_lora.config import QatRun, RecoveryRun
 from qat_lora.config.cache import CacheRun
 from qat_lora.errors import ConfigError, QatLoraError, RemoteError
-from qat_lora.files import Url, is_remote
-from qat_lora.files import location as named_location
 from qat_lora.settings import from_json, to_json
+from qat_lora.urls import Url, check_writable, file_sizes, is_remote, location, read_at_most
 from tests.elsewhere import Elsewhere
 
 
@@ -27,14 +25,14 @@ def _empty():
 
 
 @pytest.fixture(params=["memory", "elsewhere", "file", "local"])
-def folder(request, tmp_path) -> RemotePath:
-    return RemotePath(f"{request.param}://{tmp_path}/folder")
+def folder(request, tmp_path) -> Url:
+    return Url(f"{request.param}://{tmp_path}/folder")
 
 
 @pytest.mark.parametrize("url", ["gs://a/b", "s3://a/b/", "hf://datasets/me/x", "memory://x", "file:///x", "GS://a"])
 def test_a_url_is_remote_and_keeps_its_slashes(url) -> None:
     assert is_remote(url)
-    assert named_location(url) == location(url) == RemotePath(url.rstrip("/"))
+    assert location(url) == Url(url.rstrip("/"))
     assert str(location(url)) == url.rstrip("/")
     assert location(location(url)) == location(url)
 
@@ -86,21 +84,21 @@ def test_what_is_written_is_read_back_listed_and_deleted(folder, tmp_path) -> No
     (folder / "a.json").unlink(missing_ok=True)
     with pytest.raises(FileNotFoundError):
         (folder / "a.json").unlink()
-    for read in (RemotePath.read_bytes, lambda place: list(place.chunks())):
+    for read in (Url.read_bytes, lambda place: list(place.chunks())):
         with pytest.raises(FileNotFoundError):
             read(folder / "a.json")
 
 
 def test_a_file_is_read_piece_by_piece(monkeypatch) -> None:
-    monkeypatch.setattr("qat_lora.cache.remote.CHUNK_BYTES", 4)
-    place = RemotePath("elsewhere://x/file")
+    monkeypatch.setattr("qat_lora.urls.CHUNK_BYTES", 4)
+    place = Url("elsewhere://x/file")
     place.write_bytes(b"0123456789")
     assert list(place.chunks()) == [b"0123", b"4567", b"89"]
     assert Elsewhere.calls["cat_file", "file"] == 3
 
 
 def test_of_a_file_that_is_too_large_no_more_is_fetched(monkeypatch) -> None:
-    place, fetched = RemotePath("elsewhere://x/file"), []
+    place, fetched = Url("elsewhere://x/file"), []
     place.write_bytes(b"0123456789")
     read = Elsewhere.cat_file
     monkeypatch.setattr(Elsewhere, "cat_file", lambda *a, **kw: fetched.append(read(*a, **kw)) or fetched[-1])
@@ -117,7 +115,7 @@ def test_being_writable_is_proved_and_leaves_nothing(folder) -> None:
 
 @pytest.mark.parametrize("method", ["pipe_file", "mv"])
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(method) -> None:
-    place = RemotePath("elsewhere://x/file")
+    place = Url("elsewhere://x/file")
     place.write_bytes(b"old")
     Elsewhere.failing[method, "file"] = OSError("the line\nis down")
     with pytest.raises(RemoteError) as caught:
@@ -133,7 +131,7 @@ def test_a_refusal_is_not_taken_for_an_absence() -> None:
     Elsewhere.failing["info", ""] = PermissionError("no")
     assert not fsspec.filesystem("elsewhere").exists("elsewhere://x")
     with pytest.raises(RemoteError, match="cannot be read"):
-        RemotePath("elsewhere://x").exists()
+        Url("elsewhere://x").exists()
 
 
 @pytest.mark.parametrize(
@@ -149,7 +147,7 @@ def test_an_unknown_protocol_or_a_missing_package_is_one_sentence(url, words, mo
         monkeypatch.setitem(__import__("sys").modules, package, None)
     for touch in (lambda p: p.exists(), lambda p: p.sizes(), lambda p: p.write_bytes(b""), check_writable):
         with pytest.raises(RemoteError, match=words) as caught:
-            touch(RemotePath(url))
+            touch(Url(url))
         assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
 
 
@@ -157,9 +155,9 @@ def test_an_unknown_protocol_or_a_missing_package_is_one_sentence(url, words, mo
     ("scheme", "fix"), [("gs", "gcloud auth"), ("s3", "aws configure"), ("hf", "hf auth login"), ("gcs", "gcloud")]
 )
 def test_a_refusal_says_how_to_log_in(scheme, fix, monkeypatch) -> None:
-    place = RemotePath(f"{scheme}://bucket/cache")
-    monkeypatch.setattr(RemotePath, "_opened", lambda self: (fsspec.filesystem("elsewhere"), "/bucket/cache"))
-    for method, act in (("pipe_file", check_writable), ("ls", RemotePath.sizes), ("info", RemotePath.exists)):
+    place = Url(f"{scheme}://bucket/cache")
+    monkeypatch.setattr(Url, "_opened", lambda self: (fsspec.filesystem("elsewhere"), "/bucket/cache"))
+    for method, act in (("pipe_file", check_writable), ("ls", Url.sizes), ("info", Url.exists)):
         Elsewhere.failing = {(method, ""): PermissionError("Anonymous caller")}
         with pytest.raises(RemoteError, match=f"Anonymous caller.*{fix}"):
             act(place)
@@ -171,23 +169,23 @@ def test_a_refusal_says_how_to_log_in(scheme, fix, monkeypatch) -> None:
 def test_our_own_errors_pass_unchanged() -> None:
     Elsewhere.failing["cat_file", ""] = ConfigError("ours")
     with pytest.raises(QatLoraError, match="^ours$"):
-        RemotePath("elsewhere://x").read_bytes()
+        Url("elsewhere://x").read_bytes()
 
 
 @pytest.mark.parametrize(
     ("method", "act"),
     [
-        ("info", RemotePath.exists), ("ls", lambda p: file_sizes(p.parent)), ("cat_file", RemotePath.read_bytes),
+        ("info", Url.exists), ("ls", lambda p: file_sizes(p.parent)), ("cat_file", Url.read_bytes),
         ("cat_file", lambda p: list(p.chunks())), ("get_file", lambda p: p.download(Path("/dev/null"))),
-        ("rm_file", RemotePath.unlink),
+        ("rm_file", Url.unlink),
         ("pipe_file", lambda p: p.write_bytes(b"again")), ("mv", lambda p: p.write_bytes(b"again")),
     ],
 )  # fmt: skip
 def test_a_failure_that_passes_is_tried_again_and_one_that_stays_is_an_error(method, act, monkeypatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(remote, "RETRY_SECONDS", (0.5, 2.0, 8.0))
-    monkeypatch.setattr(remote.time, "sleep", waits.append)
-    place = RemotePath("elsewhere://x/file")
+    monkeypatch.setattr(urls, "RETRY_SECONDS", (0.5, 2.0, 8.0))
+    monkeypatch.setattr(urls.time, "sleep", waits.append)
+    place = Url("elsewhere://x/file")
     place.write_bytes(b"old")
     Elsewhere.flaky[method, ""] = 3
     act(place)
@@ -203,12 +201,12 @@ def test_a_failure_that_passes_is_tried_again_and_one_that_stays_is_an_error(met
 def test_what_another_attempt_cannot_change_is_not_tried_again(error) -> None:
     Elsewhere.failing["cat_file", ""] = error
     with pytest.raises(RemoteError):
-        RemotePath("elsewhere://x/file").read_bytes()
+        Url("elsewhere://x/file").read_bytes()
     assert Elsewhere.calls["cat_file", "file"] == 1
 
 
 def test_what_another_process_wrote_is_seen_though_listings_are_kept() -> None:
-    folder = RemotePath("elsewhere://x")
+    folder = Url("elsewhere://x")
     (folder / "a").write_bytes(b"1")
     assert folder.sizes() == {"a": 1} and not (folder / "b").exists()
     fs, path = (folder / "b")._opened()
