@@ -93,8 +93,8 @@ def check_writable(folder: Path) -> None:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):  # on Linux without a name, so a kill leaves nothing
-            pass
+        with tempfile.TemporaryFile(dir=folder) as file:  # on Linux without a name, so a kill leaves nothing
+            file.write(bytes(4096))  # a full disk still takes an empty file
     except OSError as error:
         raise unwritable(folder, error) from None
     finally:

@@ -103,6 +103,18 @@ def test_proving_that_a_folder_can_be_written_leaves_no_trace(tmp_path) -> None:
         assert names_below(tmp_path) == before, folder
 
 
+def test_a_full_disk_which_takes_an_empty_file_is_refused(tmp_path) -> None:
+    limits, before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        with pytest.raises(DiskFull, match="cannot be written"):
+            check_writable(tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert names_below(tmp_path) == []
+
+
 @pytest.mark.parametrize("below", ["file", "file/run", "file/deep/run"])
 def test_a_folder_below_a_file_is_refused(below, tmp_path) -> None:
     (tmp_path / "file").write_text("x")

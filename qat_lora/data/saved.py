@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -15,15 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from qat_lora.data.paths import find_files, is_local
 from qat_lora.data.rows import TokenRows
 from qat_lora.errors import ConfigError, OutputError
-from qat_lora.files import disk_home, write_atomically
+from qat_lora.files import check_writable, disk_home, write_atomically
 from qat_lora.urls import Location
+
+log = logging.getLogger(__name__)
 
 ABANDONED_SECONDS = 30 * 24 * 3600.0  # after which nobody is expected to continue a build
 
@@ -39,6 +42,7 @@ class SavedRows:
         paths = find_files(spec) if is_local(spec) else []
         files = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
         what = json.dumps([spec, files, sys.version, settings], sort_keys=True, default=str)
+        self._spec = spec
         self._cache, name = (hashlib.sha256(x.encode()).hexdigest()[:16] for x in (str(cache.resolve()), what))
         try:
             self.path: Path | None = disk_home() / "rows" / f"{self._cache}-{name}.safetensors"
@@ -46,24 +50,41 @@ class SavedRows:
             self.path = None
 
     def get(self, make: Callable[[], TokenRows]) -> TokenRows:
-        """The rows that are saved, or else those that are made, which are saved where the disk takes them."""
+        """The rows that are saved, or else those that are made, which are saved where the disk takes them.
+
+        One process makes them and the others wait for it, but once: who waited and finds none makes its own beside the
+        rest. So where the save fails (the disk fills up meanwhile, or the process dies) those who waited are one
+        tokenising behind the first; where the disk cannot be written from the start nobody waits.
+        """
         if self.path is None:
             return make()
         lock = FileLock(self.path.with_suffix(".lock"), is_singleton=False)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
-        except (OSError, NotImplementedError):  # a disk that cannot be written, or locked
-            return make()
-        try:
             rows = _read(self.path)
             if rows is None:
+                self._lock_or_wait(lock)
+                rows = _read(self.path)
+            if rows is None:
                 rows = make()
-                with contextlib.suppress(OutputError):
-                    _write(self.path, rows)
+                if lock.is_locked:
+                    with contextlib.suppress(OutputError):
+                        _write(self.path, rows)
             return rows
         finally:
             lock.release()
+
+    def _lock_or_wait(self, lock: FileLock) -> None:
+        """Take the lock if it is free, else wait until it is; neither on a disk that cannot be written, or locked."""
+        folder = Path(lock.lock_file).parent
+        with contextlib.suppress(OSError, OutputError, NotImplementedError):
+            folder.mkdir(parents=True, exist_ok=True)  # first: what `check_writable` makes it also removes
+            check_writable(folder)
+            try:
+                lock.acquire(blocking=False)
+            except Timeout:
+                log.info("waiting for another process that makes the token rows of %s", self._spec)
+                with lock:
+                    pass
 
     def forget(self) -> None:
         """Remove all rows of this cache, and those of builds that nobody continued."""

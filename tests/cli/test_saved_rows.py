@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import tempfile
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,8 +16,9 @@ import pytest
 
 from qat_lora.cli import commands
 from qat_lora.cli.main import main
-from qat_lora.data import TokenRows
+from qat_lora.data import TokenRows, saved
 from qat_lora.data.saved import ABANDONED_SECONDS, SavedRows
+from qat_lora.errors import DiskFull
 
 
 @pytest.fixture
@@ -90,15 +94,67 @@ def test_of_several_that_begin_together_one_tokenises(home) -> None:
         assert set(ranks.map(rank, range(4))) == {some_rows().digest()} and len(made) == 1
 
 
+def all_made_side_by_side(count: int) -> None:
+    """Several processes ask for rows at once, and each makes its own while the others do too."""
+    begin, together = threading.Barrier(count), threading.Barrier(count)
+
+    def make() -> TokenRows:
+        together.wait(timeout=10)  # broken where one of them waits for another
+        return some_rows()
+
+    def rank(_: int) -> str:
+        begin.wait()
+        return SavedRows(Path("c"), "embedded:train").get(make).digest()
+
+    with ThreadPoolExecutor(count) as ranks:
+        assert set(ranks.map(rank, range(count))) == {some_rows().digest()}
+
+
+def refuse(error: Exception) -> Callable[..., None]:
+    def act(*_: object, **__: object) -> None:
+        raise error
+
+    return act
+
+
+def test_nobody_waits_where_the_disk_cannot_be_written(home, monkeypatch) -> None:
+    SavedRows(Path("c"), "embedded:train").get(some_rows)
+    for path in kept(home):
+        path.unlink()  # the lock stays, and can be taken
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse(OSError(errno.EROFS, "read-only")))
+    all_made_side_by_side(4)
+    assert not kept(home)
+
+
+def test_who_waited_in_vain_tokenises_beside_the_others(home, monkeypatch, caplog) -> None:
+    caplog.set_level("INFO", logger="qat_lora")
+    began, others_wait = threading.Event(), "waiting for another process that makes the token rows of embedded:train"
+
+    def make() -> TokenRows:
+        began.set()
+        while caplog.messages.count(others_wait) < 3 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return some_rows()
+
+    monkeypatch.setattr(saved, "write_atomically", refuse(DiskFull("full")))
+    deadline = time.monotonic() + 10
+    with ThreadPoolExecutor(1) as first:
+        done = first.submit(lambda: SavedRows(Path("c"), "embedded:train").get(make))
+        assert began.wait(10)
+        all_made_side_by_side(3)
+        assert done.result().digest() == some_rows().digest()
+    assert caplog.messages == 3 * [others_wait] and not kept(home)
+
+
 def test_rows_are_made_where_none_can_be_kept(home, monkeypatch) -> None:
     home.write_text("a file where the folder would be")
     assert SavedRows(Path("c"), "embedded:train").get(some_rows).digest() == some_rows().digest()
     monkeypatch.delenv("QAT_LORA_CACHE_HOME")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    saved = SavedRows(Path("c"), "embedded:train")
-    assert saved.path is None and saved.get(some_rows).digest() == some_rows().digest()
-    saved.forget()
+    rows = SavedRows(Path("c"), "embedded:train")
+    assert rows.path is None and rows.get(some_rows).digest() == some_rows().digest()
+    rows.forget()
 
 
 def test_rows_that_nobody_came_back_for_are_removed(home) -> None:
