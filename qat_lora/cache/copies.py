@@ -14,11 +14,11 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from qat_lora.cache.index import Shard, check_shard, check_size
 from qat_lora.errors import ConfigError, OutputError
@@ -30,13 +30,6 @@ logger = logging.getLogger(__name__)
 LIMIT_GB = "QAT_LORA_DISK_CACHE_GB"
 FETCHING_THREADS = 4
 MOST_AHEAD = 64  # shards; what is further away is asked for in time
-ABANDONED_SECONDS = 3600.0  # after which a half-fetched file is a killed process's
-
-
-class _Copy(NamedTuple):
-    used_ns: int
-    size: int
-    path: Path
 
 
 class DiskCache:
@@ -79,10 +72,10 @@ class DiskCache:
             try:
                 source.download(target)
             except FileNotFoundError:  # the check says that it is lacking
-                target.unlink()
+                target.unlink(missing_ok=True)
             check_shard(target, record, name=source)
 
-        if self._room(self._copies()[0]) < record.size_bytes:  # no copy gives way to what an index only claims
+        if self._room(self._files().values()) < record.size_bytes:  # no copy gives way to what an index only claims
             check_size(source, file_sizes(folder).get(record.file), record)
         return self._made(folder, record, fetch)
 
@@ -92,8 +85,8 @@ class DiskCache:
 
     def capacity(self, shard_bytes: int) -> int:
         """How many shards of so many bytes fit, when all other copies give way."""
-        copies, _ = self._copies()
-        return (self._room(copies) + sum(copy.size for copy in copies)) // shard_bytes
+        files = self._files().values()
+        return (self._room(files) + sum(file.st_size for file in files)) // shard_bytes
 
     def _made(self, folder: Url, record: Shard, fill: Callable[[Path], object], *, anew: bool = False) -> Path:
         """The copy, made by whoever comes first; the others wait for it."""
@@ -104,6 +97,8 @@ class DiskCache:
             with self._locked(record.sha256[:3]):  # 4,096 locks: two shards rarely share one
                 if not anew and (found := self.found(folder, record)) is not None:
                     return found
+                for left in path.parent.glob(f".{path.name}.*.tmp"):
+                    left.unlink(missing_ok=True)  # a killed process's, since the lock is here
                 try:
                     self._make_room(record, temporary)
                     fill(temporary)
@@ -129,38 +124,42 @@ class DiskCache:
         with self._locked("room"):
             temporary.parent.mkdir(parents=True, exist_ok=True)
             temporary.touch()
-            copies, coming = self._copies()
-            room = self._room(copies)
-            for copy in sorted(copies):
-                if room >= coming:
+            files = self._files()
+            coming = [path for path in files if path.suffix == ".tmp" and self._is_coming(path)]
+            here = sorted(files.keys() - coming, key=lambda path: files[path].st_mtime_ns)  # with dead processes' parts
+            room = self._room([files[path] for path in here]) - sum(int(path.name.split(".")[-2]) for path in coming)
+            for path in here:
+                if room >= 0:
                     break
-                copy.path.unlink(missing_ok=True)
-                room += copy.size
+                path.unlink(missing_ok=True)
+                room += files[path].st_size
 
-    def _room(self, copies: Sequence[_Copy]) -> int:
+    def _is_coming(self, temporary: Path) -> bool:
+        """Whether who fetches this lives, and so holds the lock of its shard; ask only with the lock of the room."""
+        with contextlib.suppress(Timeout), self._locked(temporary.name[1:4], timeout=0):
+            return False
+        return True
+
+    def _room(self, files: Collection[os.stat_result]) -> int:
         """Bytes that may come without a copy giving way."""
         if self.limit_bytes is not None:
-            return self.limit_bytes - sum(copy.size for copy in copies)
+            return self.limit_bytes - sum(file.st_size for file in files)
         disk = shutil.disk_usage(next(path for path in (self.home, *self.home.parents) if path.exists()))
         return disk.free - disk.total // 10
 
-    def _copies(self) -> tuple[list[_Copy], int]:
-        """The copies, with what killed processes left; and how many bytes are being fetched, by all processes."""
-        copies, coming = [], 0
+    def _files(self) -> dict[Path, os.stat_result]:
+        """The copies, and the parts of copies."""
+        files = {}
         for path in (self.home / "shards").glob("*/*.safetensors*"):
             with contextlib.suppress(FileNotFoundError):
-                stat = path.stat()
-                if path.suffix != ".tmp" or time.time() - stat.st_mtime > ABANDONED_SECONDS:
-                    copies.append(_Copy(stat.st_mtime_ns, stat.st_size, path))
-                else:
-                    coming += int(path.name.split(".")[-2])
-        return copies, coming
+                files[path] = path.stat()
+        return files
 
-    def _locked(self, name: str) -> FileLock:
+    def _locked(self, name: str, timeout: float = -1) -> FileLock:
         """Let one thread of one process at a time do what has this name; the lock of a killed one is free."""
         folder = self.home / "locks"
         folder.mkdir(parents=True, exist_ok=True)
-        return FileLock(folder / name, is_singleton=False)
+        return FileLock(folder / name, timeout, is_singleton=False)
 
 
 class ShardFetcher:

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,12 @@ class ShardReader:
         for number in range(index.manifest.shard_count) if preload else ():
             if self._fetcher is not None:
                 self._fetcher.expect(range(number, index.manifest.shard_count))
-            self._loaded[number] = load_file(self._checked_path(number))
+            self._loaded[number] = self._sound(number, load_file)
 
     def _start(self) -> None:
         self._checked = set[int]()
         # A file leaves this cache, and is closed, when it was not used for longest; one that is being read stays open.
-        self._file = functools.lru_cache(OPEN_FILES)(self._opened)
+        self._file = functools.lru_cache(OPEN_FILES)(lambda number: self._sound(number, _opened))
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the open files behind: a worker process opens its own."""
@@ -98,29 +99,28 @@ class ShardReader:
             return self._fetcher.path(number)
         return Path(str(self.directory)) / self.index.shards[number].file
 
-    def _checked_path(self, number: int) -> Path:
-        """The same, after every byte was checked once."""
-        path, shard = self._path(number), self.index.shards[number]
-        if number not in self._checked:
-            try:
-                check_shard(path, shard)
-            except CacheError:
-                if self._fetcher is None:
-                    raise
-                path.unlink(missing_ok=True)  # a copy that has gone bad; what lies elsewhere may be sound
-                path = self._path(number)
-                check_shard(path, shard)
-            read_header(path, self.index.manifest, number, shard.size_bytes)
-            self._checked.add(number)
-        return path
+    def _sound(self, number: int, load: Callable[[Path], dict[str, Any]], *, again: bool = True) -> dict[str, Any]:
+        """What `load` makes of a shard's file, after every byte was checked once.
 
-    def _opened(self, number: int) -> dict[str, Any]:
-        path = self._checked_path(number)
+        A copy that has gone bad, or that made room in another process since it was found, is fetched again.
+        """
+        path, shard = self._path(number), self.index.shards[number]
         try:
-            file = safe_open(path, framework="numpy")
-            return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise _unreadable(path, error) from error
+            if number not in self._checked:
+                check_shard(path, shard)
+                read_header(path, self.index.manifest, number, shard.size_bytes)
+                self._checked.add(number)
+            return load(path)
+        except (CacheError, SafetensorError, OSError) as error:
+            if self._fetcher is None or not again:
+                raise error if isinstance(error, CacheError) else _unreadable(path, error) from None
+        path.unlink(missing_ok=True)
+        return self._sound(number, load, again=False)
+
+
+def _opened(path: Path) -> dict[str, Any]:
+    file = safe_open(path, framework="numpy")
+    return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
 
 
 def _unreadable(path: Path, error: Exception) -> CacheError:

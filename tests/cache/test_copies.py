@@ -119,19 +119,73 @@ def test_those_not_used_for_longest_make_room() -> None:
     assert [Elsewhere.calls["get_file", r.file] for r in records] == [1] * 5
 
 
-def test_copies_of_other_caches_make_room_too_and_so_do_a_killed_fetchs_remains() -> None:
+def test_copies_of_other_caches_make_room_too() -> None:
     other = Url("elsewhere://bucket/other")
     records, disk = shards_there(2), DiskCache(limit_gb=200e-9)
     (theirs,) = shards_there(1, folder=other)
-    remains = disk.get(other, theirs).with_name(".half.safetensors.1.tmp")
-    for age, kept in ((0, True), (7200, False)):
-        remains.write_bytes(b"half")
-        os.utime(remains, (time.time() - age,) * 2)
-        disk.get(FOLDER, records[0])
-        disk.get(FOLDER, records[1])
-        assert remains.exists() == kept
-        disk.get(other, theirs)
-        disk.path(FOLDER, records[0]).unlink(missing_ok=True)
+    disk.get(other, theirs)
+    for record in records:
+        disk.get(FOLDER, record)
+    assert held(disk) == names(records, 0, 1)
+
+
+def parts_of_copies(disk: DiskCache) -> list[Path]:
+    return list(disk.home.glob("shards/*/.*.tmp"))
+
+
+@pytest.mark.parametrize("others", [0, 4])
+def test_what_killed_fetches_left_makes_room_and_is_not_waited_for(others) -> None:
+    records, disk = shards_there(8), DiskCache(limit_gb=350e-9)
+    for record in records[others : others + 4]:
+        copy = disk.path(FOLDER, record)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.with_name(f".{copy.name}.77.100.tmp").write_bytes(b"x" * 60)
+    for record in records[:4]:
+        disk.get(FOLDER, record)
+    assert held(disk) == names(records, 1, 2, 3) and parts_of_copies(disk) == []
+
+
+def test_what_a_killed_fetch_left_of_a_shard_goes_when_that_comes() -> None:
+    (record,), disk = shards_there(1), DiskCache()
+    copy = disk.get(FOLDER, record)
+    copy.rename(copy.with_name(f".{copy.name}.77.100.tmp"))
+    assert disk.get(FOLDER, record) == copy and parts_of_copies(disk) == []
+
+
+def test_copies_make_room_for_what_another_is_fetching() -> None:
+    records, disk = shards_there(4), DiskCache(limit_gb=350e-9)
+    for record in records[:3]:
+        disk.get(FOLDER, record)
+    waits = threading.Event()
+
+    def slow(_: Url, target: Path) -> None:
+        assert waits.wait(20)
+        target.write_bytes(bytes([3]) * 100)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Url, "download", slow)
+        other = threading.Thread(target=DiskCache(limit_gb=350e-9).get, args=(FOLDER, records[3]))
+        other.start()
+        wait_until(lambda: parts_of_copies(disk))
+        wait_until(lambda: held(disk) == names(records, 1, 2))
+    (more,) = shards_there(1, size=101)
+    disk.get(FOLDER, more)
+    assert held(disk) == {records[2].sha256, more.sha256} and len(parts_of_copies(disk)) == 1
+    waits.set()
+    other.join()
+    assert held(disk) == {records[2].sha256, records[3].sha256, more.sha256}
+
+
+def test_a_line_that_takes_its_part_away_is_told_as_it_is(monkeypatch) -> None:
+    (record,) = shards_there(1)
+
+    def download(source: Url, target: Path) -> None:
+        target.unlink()
+        raise FileNotFoundError(source)
+
+    monkeypatch.setattr(Url, "download", download)
+    with pytest.raises(CacheError, match="lacks its shard 'elsewhere://bucket/cache/shard-00000.safetensors'"):
+        DiskCache().get(FOLDER, record)
 
 
 def test_a_shard_larger_than_the_limit_is_one_clear_error() -> None:

@@ -26,6 +26,7 @@ from qat_lora.cache import (
     summarise,
     verify,
 )
+from qat_lora.cache import shards as shards_module
 from qat_lora.cli.main import main
 from qat_lora.errors import CacheError, CacheMismatch, RemoteError
 from qat_lora.urls import Url, file_sizes
@@ -259,6 +260,24 @@ def test_a_copy_that_has_gone_bad_is_fetched_again_where_it_is_checked(tmp_path)
     path.write_bytes(data)
     again = KDCacheDataset(URL)[0]
     assert all(torch.equal(whole[name], x) for name, x in again.items())
+
+
+@pytest.mark.parametrize("step", ["check_shard", "read_header", "safe_open", "load_file"])
+def test_a_copy_that_makes_room_before_it_is_opened_is_fetched_again(tmp_path, monkeypatch, step) -> None:
+    build(tmp_path)
+    put(tmp_path)
+    act, lost = getattr(shards_module, step), []
+
+    def after_a_loss(path, *args, **kwargs):
+        if not lost:
+            lost.append(path)
+            path.unlink()
+        return act(path, *args, **kwargs)
+
+    monkeypatch.setattr(shards_module, step, after_a_loss)
+    dataset = KDCacheDataset(URL, preload=step == "load_file")
+    assert same(dataset[0], KDCacheDataset(tmp_path)[0]) and lost
+    assert fetched()[0] == 2
 
 
 @pytest.mark.parametrize("url", ["elsewhere://nobucket/x", "memory://nothing"])
