@@ -50,7 +50,7 @@ test-xla: venv-xla  ## on torch 2.9 with torch_xla, on its CPU device: its own t
 		-m "not slow and not tpu_compiler and not ranks" $(XLA_TESTS) $(PYTEST_ARGS)
 
 test-tpu: venv-xla venv-tpu  ## every kind of step, compiled for a v6e by libtpu; nothing is run
-	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -m tpu_compiler tests/test_tpu_compile.py
+	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -m tpu_compiler tests/test_tpu_compile.py $(PYTEST_ARGS)
 
 notebook: venv-xla  ## the notebook with SMALL on, from start to end, on torch_xla's CPU device
 	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest tests/test_notebooks.py $(PYTEST_ARGS)

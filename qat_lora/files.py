@@ -32,9 +32,8 @@ def disk_home() -> Path:
 def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, replace: bool = True) -> bool:
     """Call `write` with a temporary file beside `path`, flush it to disk, then rename it into place.
 
-    Without `replace` a file that is there stays, and False is returned; so too where somebody has removed the temporary
-    file, since another one is in its place. Raises OutputError where the folder cannot be written, DiskFull where it is
-    full; nothing half-written stays.
+    Without `replace` a file that is there stays, and False is returned. Raises OutputError where the folder cannot be
+    written, DiskFull where it is full; nothing half-written stays.
     """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}.tmp")
     try:
@@ -50,7 +49,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, replace
             try:
                 (os.replace if replace else os.link)(temporary, path)
             except OSError:
-                if path.exists() and not (replace and temporary.exists()):
+                if not replace and path.exists():
                     return False
                 os.replace(temporary, path)  # a file system without links
             sync_folder(path.parent)

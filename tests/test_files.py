@@ -84,6 +84,22 @@ def test_readers_see_the_old_content_until_the_file_is_whole(tmp_path) -> None:
     assert names_below(tmp_path) == ["made", "made/file"]
 
 
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_file_that_did_not_come_to_its_place_is_an_error(tmp_path, replace) -> None:
+    """Somebody sweeps up temporary files while one is being written."""
+    path = tmp_path / "file"
+    if replace:
+        path.write_bytes(b"old")
+
+    def write(stream) -> None:
+        stream.write(b"new")
+        next(tmp_path.glob(".file.*")).unlink()
+
+    with pytest.raises(OutputError, match="cannot be written"):
+        write_atomically(path, write, replace=replace)
+    assert names_below(tmp_path) == ["file"] * replace
+
+
 def test_json_reads_back_as_what_was_written_keys_in_their_order(tmp_path) -> None:
     tree = {"z": [1, 2.5, None, True], "a": {"text": "Grüße, 世界\n", "tiny": 1e-300}, "empty": []}
     write_json(tmp_path / "tree.json", tree)

@@ -82,7 +82,8 @@ def build_cache(
 
     def fields_of(chosen: range) -> dict[str, Array]:
         fields = token_arrays(rows, manifest, slice(chosen.start, chosen.stop))
-        hidden_BTH = hidden_fn(*(_filled(x, batch_size).to(device) for x in _inputs(fields)))
+        positions = [document_positions(fields["starts"])] if "starts" in fields else []
+        hidden_BTH = hidden_fn(*(_filled(x, batch_size).to(device) for x in (fields["input_ids"], *positions)))
         chance, proposal = _chance(manifest, chosen, batch_size, device), manifest.proposal_temperature
         found = reduced(hidden_BTH, head, manifest.target_spec, chunk_tokens, chance=chance, proposal=proposal)
         mark_step()
@@ -165,11 +166,6 @@ class _Behind:
                 self._next()
         finally:
             self._pool.shutdown()
-
-
-def _inputs(fields: Arrays) -> list[Array]:
-    positions = [document_positions(fields["starts"])] if "starts" in fields else []
-    return [fields["input_ids"], *positions]
 
 
 def _filled(rows: Array, batch_size: int) -> Tensor:

@@ -199,7 +199,12 @@ def write_file(path: Location, content: bytes, *, replace: bool = False) -> bool
     if isinstance(path, Url):
         path.write_bytes(content)
         return True
-    return write_atomically(path, lambda stream: stream.write(content), replace=replace)
+    try:
+        return write_atomically(path, lambda stream: stream.write(content), replace=replace)
+    except OutputError:
+        if path.exists() and path.read_bytes() == content:  # of another builder, who has removed our temporary file
+            return False
+        raise
 
 
 def _check_fields(manifest: CacheManifest, fields: Arrays) -> None:

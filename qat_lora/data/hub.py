@@ -43,7 +43,7 @@ def hub_rows(spec: str, config: SourceConfig, columns: Sequence[str]) -> Iterato
             count += 1
     except _errors() as error:
         raise DataError(
-            f"Reading {spec!r} broke off after {count} rows ({first_line(error)}); check the network and run the "
+            f"Reading {spec!r} broke off after {count} rows ({first_line(error, 400)}); check the network and run the "
             "command again, or use local files."
         ) from error
 
@@ -69,7 +69,8 @@ def load_dataset(spec: str, *, streaming: bool) -> Any:
         return datasets.load_dataset(name, config or None, split=split, streaming=streaming)
     except _errors() as error:
         raise DataError(
-            f"Cannot load {spec!r} ({first_line(error)}); check dataset, config, split and network, or use local files."
+            f"Cannot load {spec!r} ({first_line(error, 400)}); check dataset, config, split and network, or use local "
+            "files."
         ) from error
 
 

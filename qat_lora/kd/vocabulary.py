@@ -63,7 +63,8 @@ def without_ids_from(vocab_size: int, batch: dict[str, Array], temperatures: Seq
     )
     tail = {name: x.astype(np.float32) for name, x in batch.items() if name in ("tail", "tail_entropy")}
     for n, temperature in enumerate(temperatures):
-        _join_tail(lacking_BTK, batch["topk_logprobs"] / temperature, {name: x[..., n] for name, x in tail.items()})
+        scores_BTK = batch["topk_logprobs"].astype(np.float32) / temperature  # they may be stored as float16
+        _join_tail(lacking_BTK, scores_BTK, {name: x[..., n] for name, x in tail.items()})
     if kept == vocab_size:
         tail = {name: np.zeros_like(x) for name, x in tail.items()}
     logprobs_BTK = np.where(empty_BTK, np.float32(ABSENT_LOGPROB), logprobs_BTK)

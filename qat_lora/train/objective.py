@@ -158,7 +158,7 @@ class KDObjective:
             (*target, mask_S, labels_S, label_mask_S),
             chunk_tokens=self.kd.chunk_tokens,
             constants=(self.runtime.scalar(self.hard_weight_at(step)), counts.positions, counts.labels),
-            picked_ids_SJ=picked_ids_SJ if self.runtime.static_graph and self.spec.store != "full" else None,
+            picked_ids_SJ=picked_ids_SJ if self.runtime.static_graph and spec.store != "full" else None,
             loop=self.runtime.loop,
         )
 

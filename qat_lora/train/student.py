@@ -44,12 +44,12 @@ def round_to_nearest(model: nn.Module, scheme: QuantScheme) -> None:
 def load_student(loaded: models.Loaded, path: Path) -> tuple[nn.Module, QuantScheme]:
     """Turn a freshly loaded model into the student of a checkpoint of ``qat`` or ``recover``.
 
-    Returns the model, wrapped by peft where the checkpoint holds adapters, and its scheme. Raises CheckpointError
-    where the checkpoint was made from another model.
+    Returns the model, wrapped by peft where the checkpoint holds adapters, without dropout, and its scheme. Raises
+    CheckpointError where the checkpoint was made from another model.
     """
     content = load_checkpoint(path)
     check_identity(content, loaded.identity, path)
-    return restored(loaded.model, content, path), from_json(QuantScheme, content["scheme"])
+    return restored(loaded.model, content, path).eval(), from_json(QuantScheme, content["scheme"])
 
 
 def restored(model: nn.Module, content: dict[str, Any], path: Path) -> nn.Module:

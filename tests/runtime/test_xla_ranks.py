@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,6 +146,31 @@ def test_what_the_environment_says_is_not_overruled(chips, there, own, words, mo
     monkeypatch.setattr(tpu, "num_available_chips", lambda: there)
     with pytest.raises(QatLoraError, match=re.escape(words)):
         xla_chips.launch(print, [], chips=chips)
+
+
+@pytest.mark.parametrize("chips", [1, 2])
+def test_a_launch_leaves_variables_and_handlers_as_they_were(chips, monkeypatch) -> None:
+    """So a second one may take another number of chips; no rank is started here."""
+    environment = {"PJRT_DEVICE": "TPU", "MINE": "1"}
+    seen, handlers = [], [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+    class Ranks:
+        processes: tuple = ()
+
+        def join(self) -> bool:
+            return bool(seen.append(dict(os.environ))) or True
+
+    monkeypatch.setattr(xla_chips.os, "environ", environment.copy())
+    monkeypatch.setattr(xla_chips, "why_absent", lambda: "")
+    monkeypatch.setattr(xla_chips, "_limits", lambda chips: (chips, {"TPU_PROCESS_BOUNDS": "1,2,1"}))
+    monkeypatch.setattr(xla_chips, "start_processes", lambda *given, **words: Ranks())
+    launched = [xla_chips.launch(lambda argv: bool(seen.append(dict(os.environ))), [], chips=chips)]
+    elsewhere = threading.Thread(target=lambda: launched.append(xla_chips.launch(lambda argv: 0, [], chips=2)))
+    elsewhere.start()  # signals are the main thread's
+    elsewhere.join()
+    assert launched == [0, 0] and {each["TPU_PROCESS_BOUNDS"] for each in seen} == {"1,2,1"}
+    assert xla_chips.os.environ == environment
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
 def test_the_scripts_for_many_chips_run_on_the_one_that_is_there_and_refuse_more(tmp_path, cache_dir) -> None:

@@ -85,7 +85,7 @@ class ThreadRank(ChipsRuntime):
         self._make_calls()
 
     def wrap_loader(self, loader):
-        return (self.to_device(batch) for batch in loader)  # torch_xla's own cuts the graph by itself
+        return (self.to_device(batch) for batch in loader)  # in the thread of the rank, which has the turn
 
 
 def on_every_device(rank_program: Callable[[], Any]) -> list[Any]:

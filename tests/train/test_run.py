@@ -115,6 +115,16 @@ def test_a_students_checkpoint_reads_back_as_the_student(tmp_path, cache_dir, te
         assert torch.equal(student(input_ids=ids).logits, result.state.model.eval()(input_ids=ids).logits)
 
 
+def test_a_recovery_with_dropout_is_evaluated_without(tmp_path, cache_dir, teacher_dir, runtime) -> None:
+    student = run_qat(qat_run(cache_dir, tmp_path / "qat"), runtime).best
+    adapter = AdapterConfig(recovery_dropout=0.5)
+    result = run_recovery(recovery_run(cache_dir, tmp_path / "recovery", student, adapter=adapter), runtime)
+    loaded = models.load(str(teacher_dir))
+    loaded.model, _ = load_student(loaded, result.best)
+    assert not any(module.training for module in loaded.model.modules())
+    models.check_head(loaded.model)
+
+
 def test_qat_continues_from_a_student_of_its_scheme_and_refuses_another(tmp_path, cache_dir, runtime) -> None:
     first = run_qat(qat_run(cache_dir, tmp_path / "one"), runtime)
     second = run_qat(qat_run(cache_dir, tmp_path / "two", checkpoint=str(first.best), train=("scales",)), runtime)

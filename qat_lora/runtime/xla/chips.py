@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,11 +100,18 @@ def launch(main: Callable[[list[str]], int], argv: list[str], *, chips: int) -> 
             "started some; run without torchrun."
         )
     count, settings = _limits(chips)
-    os.environ |= settings | _master_port()
-    if count == 1:
-        return main(argv)
+    added = {name: value for name, value in (settings | _master_port()).items() if name not in os.environ}
+    os.environ |= added
+    try:
+        return main(argv) if count == 1 else _start(main, argv, count)
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def _start(main: Callable[[list[str]], int], argv: list[str], count: int) -> int:
     ranks = start_processes(_run_rank, (count, main, argv), count, join=False, start_method="spawn")
-    _end_with_us(ranks.processes)
+    earlier = _end_with_us(ranks.processes)
     try:
         while not ranks.join():
             pass
@@ -114,11 +122,17 @@ def launch(main: Callable[[list[str]], int], argv: list[str], *, chips: int) -> 
         how = error.signal_name or f"code {error.exit_code}"
         print(f"qat-lora: rank {error.error_index} ended with {how}, so the others were ended", file=sys.stderr)
         return error.exit_code if error.exit_code > 0 else 1
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
     return 0
 
 
-def _end_with_us(processes: Sequence[Any]) -> None:
-    """Let an interruption or termination of this process end the ranks; a rank in a sum would listen to nobody."""
+def _end_with_us(processes: Sequence[Any]) -> dict[int, Any]:
+    """Let an interruption or termination of this process end the ranks; a rank in a sum would listen to nobody.
+
+    Returns the handlers of before. Signals are the main thread's alone: elsewhere nothing is done.
+    """
 
     def end(number: int, frame: Any) -> None:
         for process in processes:
@@ -127,8 +141,8 @@ def _end_with_us(processes: Sequence[Any]) -> None:
             raise KeyboardInterrupt
         os._exit(128 + number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
+    is_main = threading.current_thread() is threading.main_thread()
+    return {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
 
 
 def _run_rank(process: int, count: int, main: Callable[[list[str]], int], argv: list[str]) -> None:
