@@ -129,10 +129,7 @@ def _start(main: Callable[[list[str]], int], argv: list[str], count: int) -> int
 
 
 def _end_with_us(processes: Sequence[Any]) -> dict[int, Any]:
-    """Let an interruption or termination of this process end the ranks; a rank in a sum would listen to nobody.
-
-    Returns the handlers of before. Signals are the main thread's alone: elsewhere nothing is done.
-    """
+    """Have SIGINT and SIGTERM end the ranks: one in a sum would not listen. Returns the handlers of before."""
 
     def end(number: int, frame: Any) -> None:
         for process in processes:
