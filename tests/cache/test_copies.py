@@ -156,9 +156,10 @@ def test_copies_make_room_for_what_another_is_fetching() -> None:
     records, disk = shards_there(4), DiskCache(limit_gb=350e-9)
     for record in records[:3]:
         disk.get(FOLDER, record)
-    waits = threading.Event()
+    begins, waits = threading.Event(), threading.Event()
 
     def slow(_: Url, target: Path) -> None:
+        begins.set()
         assert waits.wait(20)
         target.write_bytes(bytes([3]) * 100)
 
@@ -166,8 +167,8 @@ def test_copies_make_room_for_what_another_is_fetching() -> None:
         patch.setattr(Url, "download", slow)
         other = threading.Thread(target=DiskCache(limit_gb=350e-9).get, args=(FOLDER, records[3]))
         other.start()
-        wait_until(lambda: parts_of_copies(disk))
-        wait_until(lambda: held(disk) == names(records, 1, 2))
+        assert begins.wait(20)
+    assert len(parts_of_copies(disk)) == 1 and held(disk) == names(records, 1, 2)
     (more,) = shards_there(1, size=101)
     disk.get(FOLDER, more)
     assert held(disk) == {records[2].sha256, more.sha256} and len(parts_of_copies(disk)) == 1

@@ -119,10 +119,9 @@ def test_a_recovery_with_dropout_is_evaluated_without(tmp_path, cache_dir, teach
     student = run_qat(qat_run(cache_dir, tmp_path / "qat"), runtime).best
     adapter = AdapterConfig(recovery_dropout=0.5)
     result = run_recovery(recovery_run(cache_dir, tmp_path / "recovery", student, adapter=adapter), runtime)
-    loaded = models.load(str(teacher_dir))
-    loaded.model, _ = load_student(loaded, result.best)
-    assert not any(module.training for module in loaded.model.modules())
-    models.check_head(loaded.model)
+    read, _ = load_student(models.load(str(teacher_dir)), result.best)
+    assert not any(module.training for module in read.modules())
+    models.check_head(read)
 
 
 def test_qat_continues_from_a_student_of_its_scheme_and_refuses_another(tmp_path, cache_dir, runtime) -> None:
