@@ -67,7 +67,7 @@ mutants: venv  ## plants one fault at a time, and says which ones no test sees
 gpu: venv  ## for a machine with one GPU: does everything run there, is it right, how fast; at most 8 minutes
 	.venv/bin/python benchmarks/gpu.py $(GPU_ARGS)
 
-kills: venv  ## KILLS builds of a cache that die at random moments and are gone on with; KILL_SEED=n draws the same moments
+kills: venv  ## KILLS builds of a cache that die at random moments and are continued; KILL_SEED=n draws the same moments
 	KILLS=$(KILLS) .venv/bin/python -m pytest -m slow -s tests/cache/test_kills.py $(PYTEST_ARGS)
 
 # What fails once in ten times does not show in one run of the suite: threads of several ranks end in any order.
